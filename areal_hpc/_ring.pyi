@@ -1,0 +1,129 @@
+# ruff: noqa: N818 (`except RingFull` says it all)
+"""Types of the C++ extension (csrc/bindings.cpp). Use areal_hpc.transport.ring, which says what each does."""
+
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+LAYOUT_VERSION: int
+HEADER_BYTES: int
+NAME_PREFIX: str
+
+class RingError(RuntimeError): ...
+
+class LaneClosed(RingError):
+    """The other side closed the lane or died, or this handle is closed."""
+
+class LaneBusy(RingError):
+    """That end of the lane already belongs to a living process."""
+
+class LaneMismatch(RingError):
+    """The segment of that name is of another job, attempt, layout version or PID namespace."""
+
+class ChecksumError(RingError):
+    """A record was damaged. It is counted and skipped."""
+
+class LaneCorrupt(ChecksumError):
+    """A record's header was damaged: no record behind it can be found."""
+
+class RecordTooLarge(ValueError):
+    """A record is larger than a quarter of its lane."""
+
+class Record:
+    """A leased record: the fields of its header, and its bytes until release()."""
+
+    @property
+    def kind(self) -> Literal["data", "marker"]: ...
+    @property
+    def num_bytes(self) -> int:
+        """Payload."""
+    @property
+    def lane(self) -> int: ...
+    @property
+    def incarnation(self) -> int:
+        """Which producer of the lane wrote it: 1, 2, ..."""
+    @property
+    def seq(self) -> int:
+        """0, 1, ... over data and markers of one incarnation."""
+    @property
+    def ticket(self) -> int:
+        """Of the group; of a marker: its id."""
+    @property
+    def version_min(self) -> int: ...
+    @property
+    def version_max(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def commit_time_s(self) -> float:
+        """CLOCK_MONOTONIC, as time.monotonic()."""
+    @property
+    def header(self) -> bytes:
+        """The 64 bytes as they lie in the lane: ring.RECORD_HEADER."""
+    @property
+    def buffer(self) -> NDArray[np.uint8]:
+        """Read-only view of the payload, 64-byte aligned; RingError after release()."""
+    @property
+    def released(self) -> bool: ...
+    def release(self) -> None:
+        """Give the space back (in lane order). Views must not be used any more. RingError the second time."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None: ...
+
+class Consumer:
+    @property
+    def lane(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def num_leased(self) -> int: ...
+    @property
+    def heartbeat_age_s(self) -> float: ...
+    def wait_for_record(self, timeout_s: float) -> bool: ...
+    def producer_state(self) -> str: ...
+    def counters(self) -> dict[str, int | float]: ...
+    def unlink(self) -> None: ...
+    def close(self) -> None: ...
+
+class Producer:
+    @property
+    def lane(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def max_record_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def num_committed(self) -> int: ...
+    @property
+    def full_waits(self) -> int: ...
+    @property
+    def full_wait_s(self) -> float: ...
+    @property
+    def consumed_by_this_thread(self) -> bool: ...
+    def try_reserve(self, num_bytes: int) -> NDArray[np.uint8] | None: ...
+    def wait_for_room(self, timeout_s: float) -> bool: ...
+    def commit(self, ticket: int, version_min: int, version_max: int, num_tokens: int, num_samples: int) -> int: ...
+    def commit_marker(self, marker_id: int) -> int: ...
+    def abort(self) -> None: ...
+    def beat(self) -> None: ...
+    def close(self) -> None: ...
+
+def make_consumer(name: str, capacity_bytes: int, *, lane: int, job_id: int, restart_id: int, checksum: bool, poison: bool) -> Consumer: ...
+def try_peek(consumer: Consumer) -> Record | None: ...
+def try_open(name: str, job_id: int, restart_id: int) -> tuple[Producer | None, str]: ...
+def sweep_stale() -> list[str]:
+    """Remove from /dev/shm the lanes of this user whose consumer is dead; returns their names."""
+
+def crc32c(buffer: Buffer, seed: int = 0) -> int:
+    """CRC32C of a contiguous buffer that follows bytes of checksum `seed`. The GIL is released."""

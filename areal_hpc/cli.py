@@ -1,0 +1,175 @@
+"""The command line: `areal-hpc run | report | eval | export`. Heavy imports come after the arguments are understood.
+
+Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 75 stopped on a signal with a complete checkpoint; anything else a failure.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_hpc import __version__
+from areal_hpc.config import Config, ConfigError, check
+
+USAGE = """usage: areal-hpc COMMAND ...
+
+  run RECIPE [--section.option value ...]   train; under srun or mpiexec be one rank, otherwise start the ranks here
+                                            --print-config shows the result and stops, --config FILE.yaml overrides many options
+  report RUN                                tables and plots of a run, in RUN/report
+  eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set
+  export CHECKPOINT DIR                     a checkpoint in Hugging Face format
+  recipes                                   the recipes there are
+
+areal-hpc run RECIPE --help lists all options with their meaning.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit status."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {"run": run, "report": report, "eval": evaluate, "export": export, "recipes": recipes}
+    try:
+        if not args or args[0] in ("-h", "--help", "help"):
+            print(USAGE, end="")
+            return 0 if args else 2
+        if args[0] in ("-V", "--version"):
+            print(__version__)
+            return 0
+        if args[0] not in commands:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], commands, n=1)
+            raise ConfigError(f"unknown command '{args[0]}'{f'; did you mean {near[0]}?' if near else ''}; there are: {', '.join(commands)}")
+        return commands[args[0]](args[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def configure(args: list[str], command: str) -> tuple[Config, list[str]]:
+    """Recipe, then --config file, then options. Returns the configuration and the flags that are not part of it."""
+    from areal_hpc.config_io import load_yaml, parse_options
+    from areal_hpc.recipes import recipe
+
+    if not args or args[0].startswith("-"):
+        raise ConfigError(f"areal-hpc {command} needs a recipe: areal-hpc {command} laptop")
+    base = recipe(args[0])
+    options, flags = [], []
+    rest = iter(args[1:])
+    for argument in rest:
+        name, _, value = argument.partition("=")
+        if name == "--config":
+            value = value or next(rest, "")
+            base = load_yaml(value, base)
+        elif name == "--print-config":
+            flags.append(name)
+        else:
+            options.append(argument)
+    return parse_options(options, base, f"areal-hpc {command} {args[0]}"), flags
+
+
+def run(args: list[str]) -> int:
+    """Be one rank, or check everything and start the ranks."""
+    from areal_hpc.launch.local import is_rank, launch, world_rank_hint
+
+    if is_rank():
+        try:
+            return _be_rank(args)
+        except ConfigError as error:  # every rank finds the same mistake before MPI starts: one of them says it
+            if world_rank_hint() == 0:
+                print(f"error: {error}", file=sys.stderr)
+            return 2
+    config, flags = configure(args, "run")
+    check(config)
+    if "--print-config" in flags:
+        from areal_hpc.config_io import as_yaml
+
+        print(as_yaml(config), end="")
+        return 0
+    from areal_hpc.validate import check_inputs
+
+    check_inputs(config)
+    status = launch(with_run_dir(config))
+    return status
+
+
+def with_run_dir(config: Config) -> Config:
+    """The run directory made absolute; runs/RECIPE-TIME if none was given."""
+    import dataclasses
+
+    run_dir = Path(config.run_dir) if config.run_dir else Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return dataclasses.replace(config, run_dir=str(run_dir.absolute()))
+
+
+def _be_rank(args: list[str]) -> int:
+    import os
+
+    config, _ = configure(args, "run")
+    check(config)
+    from areal_hpc.run import agree_on_attempt, run_rank
+
+    attempt = os.environ.get("AREAL_HPC_ATTEMPT_DIR")
+    run_rank(config, Path(attempt) if attempt else agree_on_attempt(with_run_dir(config)))
+
+
+def report(args: list[str]) -> int:
+    """Write the report of a run and print its summary."""
+    if len(args) != 1:
+        raise ConfigError("areal-hpc report needs one run folder: areal-hpc report RUN")
+    from areal_hpc.observe.report import format_summary, summary, write_report
+
+    path = write_report(Path(args[0]))
+    print(format_summary(summary(Path(args[0]))))
+    print(f"report: {path}")
+    return 0
+
+
+def evaluate(args: list[str]) -> int:
+    """Accuracy of a model, a checkpoint or the final model of a run on the held-out set of a recipe (default: that of the run)."""
+    if not args or args[0].startswith("-"):
+        raise ConfigError("areal-hpc eval needs a run or model folder: areal-hpc eval RUN_OR_MODEL")
+    from areal_hpc.config_io import load_yaml, parse_options
+    from areal_hpc.recipes import recipe
+
+    target = Path(args[0])
+    base = load_yaml(str(target / "config.yaml"), recipe("laptop")) if (target / "config.yaml").exists() else recipe("laptop")
+    config = parse_options(args[1:], base, "areal-hpc eval FOLDER")
+    check(config)
+    from areal_hpc.validate import model_folder
+
+    folder = model_folder(target)
+    from areal_hpc.evaluate import evaluate_model
+
+    print(evaluate_model(config, folder))
+    return 0
+
+
+def export(args: list[str]) -> int:
+    """Convert a checkpoint to a Hugging Face folder."""
+    if len(args) != 2:
+        raise ConfigError("areal-hpc export needs a checkpoint and an output folder: areal-hpc export RUN/checkpoints/step-000100 DIR")
+    source, out = Path(args[0]), Path(args[1])
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such checkpoint folder")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} exists and is not empty; choose another folder")
+    from areal_hpc.train.checkpoint import export_checkpoint
+
+    export_checkpoint(source, out)
+    print(f"exported {source} to {out}")
+    return 0
+
+
+def recipes(args: list[str]) -> int:
+    """List the recipes with their first line of documentation."""
+    from areal_hpc.recipes import RECIPES
+
+    for name, function in RECIPES.items():
+        print(f"{name:12s} {(function.__doc__ or '').splitlines()[0]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

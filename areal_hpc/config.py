@@ -1,0 +1,337 @@
+"""What a run is: frozen dataclasses, each field with its unit, and one `check` that a user's mistake cannot pass.
+
+No heavy import here: a login node without torch or MPI reads, prints and checks configurations.
+Symbols (paper arXiv 2505.24298): B = batch_size, n = group_size, eta = max_staleness, i = policy_version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+SAFE_TASKS = (  # reasoning-gym tasks whose scorer does not execute model text
+    "base_conversion",
+    "basic_arithmetic",
+    "calendar_arithmetic",
+    "chain_sum",
+    "count_bits",
+    "decimal_arithmetic",
+    "fraction_simplification",
+    "gcd",
+    "gsm_symbolic",
+    "lcm",
+    "leg_counting",
+    "letter_counting",
+    "products",
+    "simple_equations",
+    "spell_backward",
+    "time_intervals",
+)
+
+
+class ConfigError(ValueError):
+    """A user's mistake: one line with the value, the rule and the choices. Ends the program with exit status 2."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    num_ranks: int = 2
+    """MPI ranks that the local launcher starts (under srun or mpiexec their number wins)."""
+    generation_fraction: float = 0.75
+    """Share of the ranks that generate; the rest trains. Both roles get at least one rank."""
+    threads_per_rank: int = 1
+    """CPU threads of each rank (OMP_NUM_THREADS); ranks that share cores want 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    path: str = ""
+    """Hugging Face folder (config.json, *.safetensors, tokenizer.json). Empty: build the small model described below and warm-start it."""
+    num_layers: int = 4
+    """Layers of the model that is built when `path` is empty."""
+    hidden_size: int = 128
+    """Width of the model that is built when `path` is empty."""
+    num_heads: int = 4
+    """Query heads of the model that is built when `path` is empty."""
+    num_kv_heads: int = 2
+    """Key/value heads of the model that is built when `path` is empty."""
+    intermediate_size: int = 384
+    """Width of the feed-forward layers of the model that is built when `path` is empty."""
+    warmstart_steps: int = 300
+    """Supervised steps on worked solutions before the run, when `path` is empty; 0 leaves random weights."""
+    warmstart_batch_size: int = 64
+    """Worked solutions in one supervised step."""
+    warmstart_lr: float = 2e-3
+    """Peak learning rate of the supervised steps (cosine to 10 %)."""
+    warmstart_seed: int = 0
+    """Seed of the model that is built: kept apart from the run's seed, as a pre-trained model would be."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type; master weights are float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    path: str = ""
+    """JSON-lines file of questions and answers. Empty: reasoning-gym tasks."""
+    heldout_path: str = ""
+    """JSON-lines file for evaluation. Empty: a share of the questions, chosen by the hash of their text, is held out."""
+    heldout_fraction: float = 0.1
+    """Share of distinct questions held out when no held-out file is given."""
+    tasks: tuple[str, ...] = ("chain_sum",)
+    """reasoning-gym tasks, mixed in equal parts."""
+    size: int = 20000
+    """Problems generated over all tasks."""
+    seed: int = 42
+    """Seed of the reasoning-gym generators (the data set, not the run)."""
+    min_terms: int = 2
+    """Fewest terms of a chain_sum, products or basic_arithmetic problem."""
+    max_terms: int = 5
+    """Most terms of a chain_sum, products or basic_arithmetic problem."""
+    max_digits: int = 2
+    """Most digits of a number in a chain_sum, products or basic_arithmetic problem."""
+    suffix: str = "\n"
+    """Text put after each question to form the prompt (the small model's turn marker)."""
+    max_prompt_tokens: int = 128
+    """Longest prompt. A longer one is an error that names the problem."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    engine: Literal["embedded"] = "embedded"
+    """Generation engine."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    max_new_tokens: int = 128
+    """Longest answer in tokens; a longer one is cut and counted as truncated."""
+    max_num_running: int = 64
+    """Sequences decoded together on one rank (slots of the KV cache)."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What happens to the KV cache of running sequences when weights change: recomputed (the paper) or kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staleness:
+    max_staleness: int | Literal["inf"] = 4
+    """eta: versions that a trajectory may lag. 0 is synchronous, 1 is one-step overlap, inf has no gate."""
+    mode: Literal["count", "dropless", "drop", "mask"] = "count"
+    """count: eq. 3 alone (the paper). The others bound the age of every trained trajectory by eta: dropless waits, drop discards, mask trains with zero weight."""
+
+    @property
+    def eta(self) -> float:
+        return math.inf if self.max_staleness == "inf" else float(self.max_staleness)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Train:
+    num_steps: int = 100
+    """Training steps, each on one global batch; policy versions of the run."""
+    batch_size: int = 64
+    """B: trajectories in one global batch."""
+    group_size: int = 8
+    """n: answers sampled for one prompt; divides batch_size."""
+    num_minibatches: int = 1
+    """PPO mini-batches (optimiser updates) per global batch; divides the number of groups."""
+    objective: Literal["decoupled", "ppo"] = "decoupled"
+    """decoupled: eq. 5, pi_prox recomputed once per batch; ppo: eq. 2 against the behaviour policy."""
+    clip_eps: float = 0.2
+    """Clip range of the ratio."""
+    advantage: Literal["group", "batch", "group+batch"] = "group+batch"
+    """Advantage = reward normalised within its group, over the global batch, or first one then the other."""
+    lr: float = 2e-5
+    """Peak learning rate of AdamW, constant after the warm-up."""
+    warmup_steps: int = 0
+    """Optimiser updates over which the learning rate rises linearly."""
+    weight_decay: float = 0.05
+    """Decoupled weight decay of AdamW (matrices only)."""
+    adam_beta1: float = 0.9
+    """First beta of AdamW."""
+    adam_beta2: float = 0.95
+    """Second beta of AdamW."""
+    adam_eps: float = 1e-5
+    """Epsilon of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down."""
+    microbatch_tokens: int = 4096
+    """C of Algorithm 1: tokens in one packed micro-batch."""
+    min_microbatches: int = 1
+    """k_min of Algorithm 1: fewest micro-batches per mini-batch and rank."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only the final model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    right: float = 5.0
+    """Reward of a right answer, on its last token."""
+    wrong: float = -5.0
+    """Reward of a wrong or missing answer, on its last token."""
+    deadline_s: float = 5.0
+    """Seconds one answer may be graded, from the moment a worker takes it; then the worker is killed and the answer counted as failed."""
+    max_failure_rate: float = 0.2
+    """Share of answers that could not be graded above which the run ends with an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    num_problems: int = 512
+    """Held-out problems per evaluation (the first ones of the held-out set)."""
+    every: int = 0
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    temperature: float = 1.0
+    """Sampling temperature of evaluations; 0 is greedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transport:
+    lane_bytes: int = 16 << 20
+    """Bytes of the shared-memory lane of one generation rank; a record (one group) may take a quarter."""
+    bucket_bytes: int = 64 << 20
+    """Bytes of one weight bucket."""
+    push_deadline_s: float = 120.0
+    """Seconds within which every generation rank must confirm a new version."""
+    data_deadline_s: float = 600.0
+    """Seconds that training waits for a batch without receiving any trajectory."""
+    start_deadline_s: float = 600.0
+    """Seconds within which all ranks must be ready (model built, engines up)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    recipe: str = "laptop"
+    """Name of the recipe this configuration came from."""
+    run_dir: str = ""
+    """Folder of the run; empty: runs/RECIPE-TIME."""
+    init_from: str = ""
+    """Start from the weights and tokenizer of this Hugging Face folder or checkpoint instead of `model.path`."""
+    seed: int = 0
+    """Seed of everything random in the run: tickets, sampling."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models live; auto: CUDA if this rank sees a GPU."""
+    topology: Topology = field(default_factory=Topology)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    generation: Generation = field(default_factory=Generation)
+    staleness: Staleness = field(default_factory=Staleness)
+    train: Train = field(default_factory=Train)
+    reward: Reward = field(default_factory=Reward)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    transport: Transport = field(default_factory=Transport)
+
+    @property
+    def groups_per_batch(self) -> int:
+        """B / n."""
+        return self.train.batch_size // self.train.group_size
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt plus longest answer."""
+        return self.data.max_prompt_tokens + self.generation.max_new_tokens
+
+    @property
+    def model_source(self) -> str:
+        """Folder that the first weights are read from; empty when the small model is built."""
+        return self.init_from or self.model.path
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def _divisors_near(total: int, wanted: int) -> str:
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = max((d for d in divisors if d <= wanted), default=divisors[0])
+    above = min((d for d in divisors if d >= wanted), default=divisors[-1])
+    return f"{below}" if below == above else f"{below} or {above}"
+
+
+def check(config: Config) -> None:
+    """Every rule that needs no file and no rank. Raises ConfigError (value, rule, choice)."""
+    train, staleness, data = config.train, config.staleness, config.data
+    for section in dataclasses.fields(config):
+        part = getattr(config, section.name)
+        if dataclasses.is_dataclass(part):
+            _check_positive(section.name, part)
+    n = train.group_size
+    _require(
+        train.batch_size % n == 0,
+        f"train.group_size={n} does not divide train.batch_size={train.batch_size}; "
+        f"use batch_size {max(n, train.batch_size // n * n)} or {(train.batch_size // n + 1) * n}",
+    )
+    groups = config.groups_per_batch
+    _require(
+        groups % train.num_minibatches == 0,
+        f"train.num_minibatches={train.num_minibatches} does not divide the {groups} groups of a batch; use {_divisors_near(groups, train.num_minibatches)}",
+    )
+    _require(staleness.max_staleness == "inf" or staleness.max_staleness >= 0, f"staleness.max_staleness={staleness.max_staleness} must be 0, 1, 2, ... or inf")
+    _require(
+        staleness.mode == "count" or staleness.max_staleness != "inf",
+        f"staleness.mode={staleness.mode} bounds the age by max_staleness, which is inf; use mode count or a finite max_staleness",
+    )
+    _require(train.group_size > 1 or train.advantage == "batch", "train.group_size=1 leaves nothing to compare within a group; use --train.advantage batch")
+    for task in data.tasks:
+        _require(task in SAFE_TASKS, f"data.tasks: '{task}' is not one of the tasks that can be scored safely: {', '.join(SAFE_TASKS)}")
+    _require(bool(data.path or data.tasks), "data.tasks is empty and no data.path is given")
+    _require(data.min_terms <= data.max_terms, f"data.min_terms={data.min_terms} is above data.max_terms={data.max_terms}")
+    _require(0 < data.heldout_fraction < 1, f"data.heldout_fraction={data.heldout_fraction} must lie between 0 and 1")
+    largest = record_bytes(config)
+    _require(
+        largest <= config.transport.lane_bytes // 4,
+        f"transport.lane_bytes={config.transport.lane_bytes}: a group of {n} answers can take {largest} bytes, more than a quarter of a lane; use at least {4 * largest}",
+    )
+    model = config.model
+    _require(
+        model.hidden_size % model.num_heads == 0 and model.num_heads % model.num_kv_heads == 0,
+        f"model.hidden_size={model.hidden_size}, num_heads={model.num_heads}, num_kv_heads={model.num_kv_heads}: each must divide the one before",
+    )
+    check_layout(config, config.topology.num_ranks)
+
+
+def _check_positive(section: str, part: object) -> None:
+    may_be_zero = {"warmstart_steps", "warmup_steps", "weight_decay", "every", "save_every", "max_staleness", "seed", "wrong", "right", "warmstart_seed"}
+    for item in dataclasses.fields(part):  # type: ignore[arg-type]
+        value = getattr(part, item.name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            zero_ok = item.name in may_be_zero or (section == "evaluation" and item.name == "temperature")
+            _require(math.isfinite(value), f"{section}.{item.name}={value} must be finite")
+            if item.name not in ("right", "wrong", "seed", "warmstart_seed", "max_staleness"):
+                _require(value > 0 or (zero_ok and value == 0), f"{section}.{item.name}={value} must be {'zero or more' if zero_ok else 'above zero'}")
+
+
+def num_training_ranks(num_ranks: int, generation_fraction: float) -> int:
+    """T, at least 1 and at most num_ranks - 1 (64 ranks at 0.75 -> 16)."""
+    _require(num_ranks >= 2, f"topology.num_ranks={num_ranks}: one rank generates and one trains at the least; use 2 or more")
+    _require(0 < generation_fraction < 1, f"topology.generation_fraction={generation_fraction} must lie between 0 and 1")
+    return min(num_ranks - 1, max(1, round(num_ranks * (1 - generation_fraction))))
+
+
+def check_layout(config: Config, num_ranks: int) -> None:
+    """Rules that depend on the number of ranks; called by the launcher, and again by each rank with the real number."""
+    num_training = num_training_ranks(num_ranks, config.topology.generation_fraction)
+    trajectories = config.train.batch_size // config.train.num_minibatches
+    _require(
+        trajectories >= num_training * config.train.min_microbatches,
+        f"{num_training} training ranks x min_microbatches={config.train.min_microbatches} need that many trajectories in a mini-batch, which has {trajectories}; "
+        f"use --train.batch-size {num_training * config.train.min_microbatches * config.train.num_minibatches} or more, or --topology.generation-fraction closer to 1",
+    )
+
+
+def record_bytes(config: Config) -> int:
+    """Upper bound of one ring record (a group): header, sample table, token, log-probability and version columns."""
+    per_sample = 64 + 4 * config.max_context_tokens + 8 * config.generation.max_new_tokens
+    return 64 + config.train.group_size * per_sample + 6 * 64
+
+
+def to_dict(config: Config) -> dict:
+    """Plain nested dictionary, ready for YAML."""
+    return dataclasses.asdict(config)
+
+
+def existing_file(option: str, path: str) -> Path:
+    """The file as a Path. Raises ConfigError when it is missing."""
+    found = Path(path)
+    _require(found.is_file(), f"{option}={path}: no such file")
+    return found

@@ -1,0 +1,110 @@
+"""torch.distributed from MPI: one store on a free port, two disjoint default worlds, and spanning groups built directly on the store.
+
+Rank 0 opens a TCPStore on port 0 and broadcasts (host, port), so there is no MASTER_PORT to collide. Training and generation ranks get *separate* default worlds:
+FSDP, DCP and vLLM each see only their own role (vLLM enters `new_group` over the whole default world and would hang otherwise). The weight push needs groups
+that span both; they are process-group objects on a prefix of the store, without a default world around them. Each group has one issuing thread.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from areal_hpc.topology import World
+
+NEVER = timedelta(days=30)
+"""Receives are posted long before their data exists; the deadlines are ours (see weights.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Where this rank computes and how it reaches the others."""
+
+    device: torch.device
+    store: dist.Store
+    address: str
+
+    def spanning_group(self, name: str, members: list[int], world_rank: int) -> dist.Backend:
+        """A process group of `members` (world ranks, in this order) that belongs to no default world. Collective over its members."""
+        store = dist.PrefixStore(name, self.store)
+        rank, size = members.index(world_rank), len(members)
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = NEVER
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = NEVER
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
+        gloo._threads = 1
+        return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """The GPU of this rank, or the CPU. With one visible GPU per task its index is 0; with all visible it is the local rank."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError("device=cuda but this rank sees no GPU; check CUDA_VISIBLE_DEVICES and the GPU binding of the job")
+    index = 0 if torch.cuda.device_count() == 1 else local_rank
+    if index >= torch.cuda.device_count():
+        raise RuntimeError(f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} visible; start as many ranks per node as it has GPUs")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def connect(world: World, device: str, timeout_s: float) -> Connection:
+    """Store, default world of this rank's role, device. Collective over the world."""
+    address = own_address(world.num_nodes)
+    timeout = timedelta(seconds=timeout_s)
+    store: dist.TCPStore | None = None
+    if world.world_rank == 0:
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    host, port = world.control.bcast((address, store.port) if store else None, root=0)
+    if store is None:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    chosen = pick_device(device, world.local_rank)
+    # gloo binds to this address rather than to whatever the host name resolves to (often nothing on compute nodes)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    if world.num_nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(backend, store=dist.PrefixStore(world.role, store), rank=world.role_rank, world_size=world.role_comm.size, timeout=NEVER)
+    return Connection(chosen, store, address)
+
+
+def training_mesh(world: World, device: torch.device) -> DeviceMesh:
+    """One-dimensional mesh of the training ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device.type, (world.num_training,), mesh_dim_names=("shard",))
+
+
+def own_address(num_nodes: int) -> str:
+    """Address that the other ranks reach this one at: loopback on one node, else of AREAL_HPC_IFACE, else of the host name."""
+    if num_nodes == 1:
+        return "127.0.0.1"
+    interface = os.environ.get("AREAL_HPC_IFACE")
+    if interface:
+        return address_of(interface)
+    return socket.gethostbyname(socket.gethostname())
+
+
+def address_of(interface: str) -> str:
+    """IPv4 address of a network interface (SIOCGIFADDR). Raises OSError naming it when it has none."""
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            raise OSError(f"AREAL_HPC_IFACE={interface}: no such interface, or it has no IPv4 address") from error
+    return socket.inet_ntoa(reply[20:24])

@@ -1,0 +1,187 @@
+"""Start the ranks of a run on this machine with the local `mpiexec`, pass signals on, and say how it ended.
+
+The status comes from exit.json, which training rank 0 writes last, or from failure.json, which the first failing rank writes; mpiexec's own status is only a fallback.
+Signals: TERM, INT, USR1 and USR2 are all passed on as SIGUSR1, the only one that both MPICH and Open MPI hand to the ranks unharmed; a second one ends the job hard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from areal_hpc.config import Config, ConfigError
+from areal_hpc.config_io import save_yaml
+
+GRACE_S = 15.0
+"""Seconds between asking an MPI launcher to end and killing it."""
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def is_rank() -> bool:
+    """Was this process started as one rank of an MPI job (mpiexec, or a step of srun)?"""
+    return any(name in os.environ for name in RANK_VARIABLES) or ("SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_STEP_ID", "").isdigit())
+
+
+def world_rank_hint() -> int:
+    """This rank's number before MPI is initialised, as the launcher's environment tells it; 0 if it does not."""
+    for name in (*RANK_VARIABLES, "SLURM_PROCID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The mpiexec of the active environment."""
+
+    path: str
+    flavour: str
+    """mpich or openmpi"""
+
+    def command(self, num_ranks: int) -> list[str]:
+        """mpiexec with the options that ranks on shared cores, or root, need."""
+        if self.flavour == "mpich":
+            return [self.path, "-n", str(num_ranks)]
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        return [self.path, *root, "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks)]
+
+    def environment(self) -> dict[str, str]:
+        """Open MPI spins while it waits unless told to yield, and warns about a component it cannot use."""
+        if self.flavour == "mpich":
+            return {}
+        return {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm", "OMPI_MCA_osc": "^ucx"}
+
+
+def find_launcher() -> Launcher:
+    """The mpiexec beside this Python, else the first on PATH. Raises ConfigError when there is none."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if path is None:
+        raise ConfigError("no mpiexec found beside this Python or on PATH; install one with: pip install mpich")
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+    return Launcher(path, "openmpi" if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said else "mpich")
+
+
+def create_run_dir(config: Config) -> Path:
+    """RUN/attempt-1, with the configuration beside it. Raises ConfigError when the run exists already."""
+    run_dir = Path(config.run_dir)
+    attempt_dir = run_dir / "attempt-1"
+    try:
+        attempt_dir.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"run_dir={run_dir} holds a run already; choose another folder") from None
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir}: {error.strerror}") from None
+    save_yaml(config, run_dir / "config.yaml")
+    return attempt_dir
+
+
+class LocalJob:
+    """One mpiexec and the signals that reach it."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.num_signals = 0
+        # A session of its own: Ctrl-C on the terminal reaches the launcher only, which passes it on once.
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL)
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(name, self._forward)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.num_signals += 1
+        if self.num_signals == 1:
+            print(f"{signal.Signals(number).name}: asking the ranks to stop after this step; once more ends them now", file=sys.stderr, flush=True)
+            self.process.send_signal(signal.SIGUSR1)
+        else:
+            self.process.terminate()
+
+    def wait(self) -> int:
+        """Status of mpiexec. After a second signal it gets GRACE_S, then its whole session is killed."""
+        while True:
+            try:
+                return self.process.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                if self.num_signals > 1:
+                    break
+        try:
+            return self.process.wait(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return self.process.wait()
+
+
+def launch(config: Config) -> int:
+    """Run the checked configuration; returns the exit status of the job."""
+    launcher = find_launcher()
+    attempt_dir = create_run_dir(config)
+    print(f"{config.topology.num_ranks} ranks, {launcher.flavour}; run folder {config.run_dir}", flush=True)
+    began_at = time.time()
+    command = [
+        *launcher.command(config.topology.num_ranks),
+        sys.executable,
+        "-m",
+        "areal_hpc",
+        "run",
+        config.recipe,
+        "--config",
+        str(attempt_dir.parent / "config.yaml"),
+    ]
+    job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt_dir))
+    status = final_status(job.wait(), attempt_dir, job.num_signals)
+    remove_stale_segments(began_at)
+    return status
+
+
+def rank_environment(config: Config, attempt_dir: Path) -> dict[str, str]:
+    """Variables that every rank sees."""
+    threads = str(config.topology.threads_per_rank)
+    live = sys.stdout.isatty()
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+        "AREAL_HPC_ATTEMPT_DIR": str(attempt_dir),
+        "AREAL_HPC_PROGRESS": os.environ.get("AREAL_HPC_PROGRESS", "live" if live else "lines"),
+        "COLUMNS": str(shutil.get_terminal_size().columns),
+    }
+
+
+def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int) -> int:
+    """What the job's own files say; a missing exit.json is a failure whatever mpiexec returned."""
+    done, failed = attempt_dir / "exit.json", attempt_dir / "failure.json"
+    if done.exists():
+        return int(json.loads(done.read_text())["status"])
+    if failed.exists():
+        report = json.loads(failed.read_text())
+        if report["exit_status"] != 2:  # a user's mistake has been said in one line already
+            print(f"failed: {report['name']}: {report['error']}  (traceback above and in {failed})", file=sys.stderr)
+        return int(report["exit_status"])
+    cause = "ended by a second signal" if num_signals > 1 else f"a rank was killed or mpiexec failed (status {mpiexec_status}); no rank could report a cause"
+    report = {"status": "failed", "exit_status": 1, "name": "launcher", "error": cause, "time": time.time()}
+    failed.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"failed: {cause}; see {failed}", file=sys.stderr)
+    return 1
+
+
+def remove_stale_segments(since: float) -> None:
+    """MPICH leaves its shared-memory file behind when a job is aborted: remove those of this user that are newer than the job and that no process maps."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            mapped |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/mpich_shm" in line}
+        except OSError:
+            continue  # the process ended, or belongs to somebody else
+    for segment in Path("/dev/shm").glob("mpich_shm_*"):
+        try:
+            status = segment.stat()
+            if status.st_uid == os.getuid() and status.st_mtime >= since and str(segment) not in mapped:
+                segment.unlink()
+        except FileNotFoundError:
+            continue

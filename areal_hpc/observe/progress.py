@@ -1,0 +1,110 @@
+"""Progress of a run on rank 0: a bar with the numbers of the last step on a terminal, one compact line per step in a batch log.
+
+step 12/100  reward 1.23  acc 0.61  12.3k tok/s  stale 1.2 (max 3, bound 4)  wait 0.21s train 0.80s push 0.02s
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+MAX_LINES = 200  # of a batch log, for any number of steps
+
+
+def si(value: float) -> str:
+    """Three figures and a suffix: 12345 -> 12.3k. Not a number -> '-'."""
+    if not math.isfinite(value):
+        return "-"
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * factor:  # 999.9k would print as 1000k
+            return f"{value / factor:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def decimal(value: float) -> str:
+    """Two decimals; not a number -> '-'."""
+    return f"{value:.2f}" if math.isfinite(value) else "-"
+
+
+def step_numbers(row: Mapping[str, Any]) -> str:
+    """What one row of /steps says, in one line; counts of lost work only where there is some."""
+    bound = "inf" if row["staleness_bound"] < 0 else row["staleness_bound"]
+    parts = [
+        f"reward {decimal(row['reward_mean'])}",
+        f"acc {decimal(row['accuracy'])}",
+        f"{si(row['tokens_per_s'])} tok/s",
+        f"stale {row['staleness_mean']:.1f} (max {row['staleness_max']}, bound {bound})",
+        f"wait {row['generation_wait_s']:.2f}s train {row['train_s']:.2f}s push {row['push_s']:.2f}s",
+    ]
+    lost = [f"{name} {row[name]}" for name in ("failed", "dropped", "masked", "skipped_updates") if row[name]]
+    return "  ".join(parts + lost)
+
+
+class Progress:
+    """Shows a run of `num_steps` steps on `stream`.
+
+    Lifecycle: construct -> (`message` | `evaluation` | `step`)* -> `finish`.
+    live: for a terminal, also behind mpiexec (which hands on what ranks write, but is no terminal itself). lines: for a file. none: silent.
+    Trap: the bar is redrawn by these calls only (a timer thread would take time from a computing rank), so its clock stands still in between.
+    """
+
+    def __init__(self, num_steps: int, mode: Literal["live", "lines", "none"] = "lines", stream: TextIO | None = None) -> None:
+        self._num_steps, self._mode = num_steps, mode
+        self._stream = stream or sys.stdout
+        self._every = max(1, math.ceil(num_steps / MAX_LINES))
+        self._live: _Live | None = _Live(num_steps, self._stream) if mode == "live" else None
+
+    def message(self, text: str) -> None:
+        """A line of its own."""
+        if self._live:
+            self._live.console.print(text, markup=False)
+        elif self._mode != "none":
+            print(text, file=self._stream, flush=True)
+
+    def evaluation(self, version: int, accuracy: float, num_problems: int) -> None:
+        """Result of an evaluation on the held-out set."""
+        self.message(f"held-out accuracy {100 * accuracy:.1f} % of {num_problems} problems, version {version}")
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A step ended; `row` has the columns of /steps."""
+        if self._live:
+            self._live.show(int(row["step"]), step_numbers(row))
+        elif row["step"] % self._every == 0 or row["step"] in (1, self._num_steps):
+            self.message(f"step {row['step']}/{self._num_steps}  {step_numbers(row)}")
+
+    def finish(self, summary: str = "") -> None:
+        """Leave the last state of the bar standing and print the summary below it."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+        if summary:
+            self.message(summary)
+
+
+class _Live:
+    """The bar and, below it, the numbers of the last step."""
+
+    def __init__(self, num_steps: int, stream: TextIO) -> None:
+        self.console = Console(file=stream, force_terminal=True, highlight=False)
+        columns = ("step", MofNCompleteColumn(), BarColumn(bar_width=30), "elapsed", TimeElapsedColumn(), "left", TimeRemainingColumn())
+        self._bar = RichProgress(*columns, console=self.console, auto_refresh=False, speed_estimate_period=300)
+        self._task = self._bar.add_task("", total=num_steps)
+        first = Group(self._bar, Text("waiting for the first batch"))
+        self._live = Live(first, console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._live.start(refresh=True)
+        self.console.show_cursor(True)  # a rank may end by os._exit: the user's cursor must not stay hidden
+
+    def show(self, step: int, numbers: str) -> None:
+        self._bar.update(self._task, completed=step)
+        self._live.update(Group(self._bar, Text(numbers)), refresh=True)
+
+    def stop(self) -> None:
+        self._live.stop()

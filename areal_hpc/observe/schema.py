@@ -1,0 +1,320 @@
+"""The tables of `log.h5`: columns, units, definitions. The one place that fixes the file format.
+
+1. A `Table` is a tuple of `Column`s; its numpy compound dtype is what HDF5 stores (fixed width only: variable-length types break under SWMR).
+2. `to_rows` turns one dict, a list of dicts or a structured array into rows of that dtype and refuses what would lose something:
+   an unknown or missing column, a fraction in an integer column, a number out of range, a string that is too long.
+3. `listing` renders everything as Markdown; docs/file_format.md holds that text, and a test compares the two.
+
+    python -m areal_hpc.observe.schema        # prints the listing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_hpc.transport.trajectory import Status
+
+SCHEMA_VERSION = 1
+"""Raised when a column changes its meaning or goes away; new tables and columns do not raise it."""
+
+ROLES = ("generation", "training")
+GENERATION_PHASES = ("start", "decode", "gated", "swap", "ring_full", "evaluate", "idle", "stop")
+TRAINING_PHASES = ("start", "wait_data", "collect", "prox", "train", "pack", "push_wait", "evaluate", "save", "log", "stop")
+PHASES = GENERATION_PHASES + tuple(name for name in TRAINING_PHASES if name not in GENERATION_PHASES)
+"""Names of the numbers in /timeline; a later version only appends."""
+PHASES_OF_ROLE = {"generation": GENERATION_PHASES, "training": TRAINING_PHASES}
+OUTCOMES = ("trained", "dropped", "failed", "masked")
+STATUSES = tuple(status.name.lower() for status in Status)
+
+Rows = np.ndarray | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""What `append` takes: a structured array, one row as a dict, or a list of such dicts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. `names[k]` says what the number k means, where the numbers are an enumeration."""
+
+    name: str
+    dtype: str
+    unit: str
+    definition: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Unit, definition and names in one line: the attribute that a reader of the file sees."""
+        names = f" ({', '.join(f'{k} {name}' for k, name in enumerate(self.names))})" if self.names else ""
+        return f"[{self.unit}] {self.definition}{names}"
+
+    @property
+    def numpy(self) -> np.dtype:
+        """As stored; strings are marked UTF-8 for h5py."""
+        return np.dtype(self.dtype, metadata={"h5py_encoding": "utf-8"}) if self.dtype.startswith("S") else np.dtype(self.dtype)
+
+    @property
+    def type_name(self) -> str:
+        """As documented: int32, float64, 240 bytes."""
+        return f"{self.dtype[1:]} bytes" if self.dtype.startswith("S") else np.dtype(self.dtype).name
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One data set of the file. `split`: the text column whose long values continue in further rows."""
+
+    name: str
+    definition: str
+    chunk_rows: int
+    columns: tuple[Column, ...]
+    split: str = ""
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype([(column.name, column.numpy) for column in self.columns])
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+
+def _steps() -> Table:
+    c = Column
+    return Table(
+        "steps",
+        "one row per training step (one global batch)",
+        64,
+        (
+            c("step", "<i4", "1", "number of the step, from 1"),
+            c("policy_version", "<i4", "version", "version that the step made"),
+            c("wall_s", "<f8", "s", "duration: from the end of the previous step (or the start of training) to the end of this one"),
+            c("tokens", "<i8", "token", "prompt and answer tokens of the trained global batch"),
+            c("trajectories", "<i4", "1", "trajectories in the global batch (B)"),
+            c("tokens_per_s", "<f8", "token/s", "tokens / wall_s"),
+            c("reward_mean", "<f8", "1", "mean reward of the graded trajectories"),
+            c("accuracy", "<f8", "1", "share of right answers among the graded ones"),
+            c("staleness_max", "<i4", "version", "largest age of a trained trajectory: version trained minus version of its first token"),
+            c("staleness_mean", "<f8", "version", "mean age of the trained trajectories"),
+            c("staleness_bound", "<i4", "version", "eta = staleness.max_staleness; -1: inf"),
+            c("generation_wait_s", "<f8", "s", "training waited for generation: no complete batch was there"),
+            c("collect_s", "<f8", "s", "moving the payloads to their training ranks (Alltoallv) and packing them"),
+            c("train_s", "<f8", "s", "proximal log-probabilities, forward, backward, optimiser"),
+            c("push_s", "<f8", "s", "packing the new weights and waiting until every rank confirmed them"),
+            c("pause_s", "<f8", "s", "decoding stood still for the swap of this version: largest over the generation ranks"),
+            c("loss", "<f8", "1", "mean loss of the mini-batches"),
+            c("entropy", "<f8", "nat", "mean entropy of the policy at the trained tokens"),
+            c("grad_norm", "<f8", "1", "mean gradient norm before clipping"),
+            c("lr", "<f8", "1", "learning rate of the last update"),
+            c("ratio_mean", "<f8", "1", "mean of pi_theta / pi_prox over the trained tokens"),
+            c("ratio_max", "<f8", "1", "largest pi_theta / pi_prox"),
+            c("behav_ratio_mean", "<f8", "1", "mean of pi_prox / pi_behav over the trained tokens"),
+            c("behav_ratio_max", "<f8", "1", "largest pi_prox / pi_behav"),
+            c("clipped_share", "<f8", "1", "share of the trained tokens whose clipped term was taken"),
+            c("kl_behav", "<f8", "nat", "estimate of KL(pi_behav || pi_prox) at the trained tokens"),
+            c("logprob_gap", "<f8", "nat", "mean |log pi_prox - log pi_behav| at tokens sampled by the version just trained; not a number when there is none"),
+            c("truncated_share", "<f8", "1", "share of the batch's answers that reached the length limit"),
+            c("failed", "<i8", "trajectory", "failed (not graded) since the previous step"),
+            c("dropped", "<i8", "trajectory", "dropped as too old since the previous step"),
+            c("masked", "<i8", "trajectory", "trained with zero weight since the previous step"),
+            c("skipped_updates", "<i4", "1", "optimiser updates skipped because the gradient was not finite"),
+            c("answer_tokens_mean", "<f8", "token", "mean answer length of the batch"),
+            c("closed_tickets", "<i8", "group", "groups trained, dropped or failed since the run began"),
+            c("submitted_limit", "<i8", "group", "tickets that the gate had released at the end of the step; -1: no limit"),
+            c("waiting_groups", "<i4", "group", "finished groups that waited for training at the end of the step"),
+            c("end_s", "<f8", "s", "end of the step on the run's clock"),
+        ),
+    )
+
+
+def _trajectories() -> Table:
+    c = Column
+    return Table(
+        "trajectories",
+        "one row per closed trajectory",
+        1024,
+        (
+            c("ticket", "<i8", "1", "number of its group"),
+            c("sample", "<i4", "1", "number within the group"),
+            c("generation_rank", "<i4", "rank", "world rank that generated it"),
+            c("batch", "<i4", "1", "step that closed it"),
+            c("prompt_tokens", "<i4", "token", "length of the prompt"),
+            c("answer_tokens", "<i4", "token", "length of the answer, stop token included"),
+            c("version_min", "<i4", "version", "version of its first token"),
+            c("version_max", "<i4", "version", "version of its last token"),
+            c("age", "<i4", "version", "version trained minus version_min"),
+            c("reward", "<f4", "1", "reward; not a number when not graded"),
+            c("status", "u1", "1", "verdict", STATUSES),
+            c("outcome", "u1", "1", "how it was closed", OUTCOMES),
+            c("advantage", "<f4", "1", "advantage it was trained with; not a number when not trained"),
+            c("generated_s", "<f4", "s", "from admission to the last token"),
+            c("graded_s", "<f4", "s", "from the last token to the verdict"),
+        ),
+    )
+
+
+def _small_tables() -> tuple[Table, ...]:
+    c = Column
+    return (
+        Table(
+            "timeline",
+            "what each rank did: intervals without gap or overlap",
+            1024,
+            (
+                c("rank", "<i4", "rank", "world rank"),
+                c("role", "u1", "1", "role of the rank", ROLES),
+                c("phase", "u1", "1", "phase", PHASES),
+                c("start_s", "<f8", "s", "begin on the run's clock"),
+                c("stop_s", "<f8", "s", "end on the run's clock"),
+            ),
+        ),
+        Table(
+            "evaluations",
+            "one row per evaluation on the held-out set",
+            64,
+            (
+                c("policy_version", "<i4", "version", "version evaluated"),
+                c("step", "<i4", "1", "training steps finished when the evaluation began"),
+                c("num_problems", "<i4", "1", "held-out problems"),
+                c("correct", "<i4", "1", "problems answered right"),
+                c("accuracy", "<f8", "1", "correct / num_problems"),
+                c("ci95", "<f8", "1", "half width of the 95 % confidence interval of the accuracy"),
+                c("answer_tokens_mean", "<f8", "token", "mean answer length"),
+                c("seconds", "<f8", "s", "duration"),
+                c("temperature", "<f8", "1", "sampling temperature; 0: greedy"),
+            ),
+        ),
+        Table(
+            "pushes",
+            "one row per weight push",
+            64,
+            (
+                c("version", "<i4", "version", "version pushed"),
+                c("bytes", "<i8", "byte", "bytes that every receiver got"),
+                c("pack_s", "<f8", "s", "copying the shards into the send buffers"),
+                c("transfer_s", "<f8", "s", "broadcasts, from the first start to the last end"),
+                c("confirm_s", "<f8", "s", "from then until every generation rank had confirmed"),
+                c("pause_max_s", "<f8", "s", "decoding stood still for the swap: largest over the generation ranks"),
+                c("checksum", "<u8", "1", "checksum that all ranks agreed on"),
+            ),
+        ),
+        Table(
+            "events",
+            "what happened besides: start, save, failure, warning; a long text continues in the following rows",
+            64,
+            (
+                c("time_s", "<f8", "s", "when, on the run's clock"),
+                c("rank", "<i4", "rank", "world rank"),
+                c("kind", "S24", "text", "kind of event"),
+                c("text", "S240", "text", "what happened (UTF-8)"),
+            ),
+            split="text",
+        ),
+        Table(
+            "ranks",
+            "state of each rank, about once per step",
+            256,
+            (
+                c("rank", "<i4", "rank", "world rank"),
+                c("role", "u1", "1", "role of the rank", ROLES),
+                c("time_s", "<f8", "s", "when, on the run's clock"),
+                c("tokens", "<i8", "token", "generation: tokens decoded since the start; training: tokens trained"),
+                c("running", "<i4", "1", "sequences being decoded"),
+                c("waiting", "<i4", "1", "groups that wait at the rank: to be decoded (generation), to be trained (training)"),
+                c("rss_bytes", "<i8", "byte", "resident memory of the process"),
+            ),
+        ),
+    )
+
+
+TABLES = {table.name: table for table in (_steps(), _trajectories(), *_small_tables())}
+
+
+def table_of(name: str) -> Table:
+    """Raises ValueError with the tables that exist."""
+    if name not in TABLES:
+        raise ValueError(f"no table '{name}'; tables: {', '.join(TABLES)}")
+    return TABLES[name]
+
+
+def to_rows(name: str, rows: Rows) -> np.ndarray:
+    """[n] structured rows of table `name`. Raises ValueError for anything that the table could not hold exactly."""
+    table = table_of(name)
+    if isinstance(rows, np.ndarray):
+        if rows.dtype == table.dtype:
+            return np.atleast_1d(rows).copy()
+        _same_columns(table, rows.dtype.names or ())
+        values: dict[str, Any] = {column: np.atleast_1d(rows)[column] for column in table.column_names}
+    else:
+        records = [rows] if isinstance(rows, Mapping) else list(rows)
+        for record in records:
+            _same_columns(table, record)
+        records = _split_long_text(table, records)
+        values = {column: [record[column] for record in records] for column in table.column_names}
+    out = np.zeros(len(values[table.column_names[0]]), table.dtype)
+    for column in table.columns:
+        out[column.name] = _exact(table, column, values[column.name])
+    return out
+
+
+def _same_columns(table: Table, names: Sequence[str] | Mapping[str, Any]) -> None:
+    missing = [name for name in table.column_names if name not in names]
+    unknown = [name for name in names if name not in table.column_names]
+    if missing or unknown:
+        raise ValueError(f"/{table.name}: missing columns {missing}, unknown columns {unknown}")
+
+
+def _split_long_text(table: Table, records: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    if not table.split:
+        return records
+    width = table.dtype[table.split].itemsize
+    return [{**record, table.split: part} for record in records for part in split_utf8(str(record[table.split]), width)]
+
+
+def split_utf8(text: str, width_bytes: int) -> list[str]:
+    """`text` in parts of at most `width_bytes` bytes of UTF-8; no character is cut and none is lost."""
+    parts: list[str] = []
+    part: list[str] = []
+    used = 0
+    for character in text:
+        size = len(character.encode())
+        if used + size > width_bytes:
+            parts.append("".join(part))
+            part, used = [], 0
+        part.append(character)
+        used += size
+    return [*parts, "".join(part)]
+
+
+def _exact(table: Table, column: Column, values: Any) -> np.ndarray:
+    dtype, where = column.numpy, f"/{table.name}.{column.name}"
+    if dtype.kind == "S":
+        encoded = [value if isinstance(value, bytes) else str(value).encode() for value in values]
+        longest = max(encoded, key=len, default=b"")
+        if len(longest) > dtype.itemsize:
+            raise ValueError(f"{where}: {longest!r} takes {len(longest)} bytes; at most {dtype.itemsize} fit")
+        return np.array(encoded, dtype)
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iufb":
+        raise ValueError(f"{where}: numbers expected, not {array.dtype}")
+    if dtype.kind in "iu" and array.size:
+        limits = np.iinfo(dtype)
+        if not np.all(np.isfinite(array)) or np.any(array != np.trunc(array)) or array.min() < limits.min or array.max() > limits.max:
+            raise ValueError(f"{where}: integers from {limits.min} to {limits.max} expected, got {array[:8].tolist()}")
+    return array.astype(dtype)
+
+
+def listing() -> str:
+    """All tables as Markdown."""
+    lines = [f"Schema version {SCHEMA_VERSION}."]
+    for table in TABLES.values():
+        lines += ["", f"### `/{table.name}`: {table.definition}", "", "| column | type | unit | definition |", "| --- | --- | --- | --- |"]
+        for column in table.columns:
+            unit_and_definition = column.text.removeprefix(f"[{column.unit}] ").replace("|", "\\|")
+            lines.append(f"| `{column.name}` | {column.type_name} | {column.unit} | {unit_and_definition} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(listing(), end="")

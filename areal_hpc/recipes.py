@@ -1,0 +1,39 @@
+"""Recipes: functions that return a complete configuration. `areal-hpc run NAME` starts from one; options change single fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from areal_hpc.config import Config, ConfigError, Data, Evaluation, Generation, Model, Staleness, Topology, Train
+
+
+def laptop() -> Config:
+    """What `make demo` runs: a 1 M parameter model, warm-started on the spot, learns multi-step sums on two cores."""
+    return Config(recipe="laptop")
+
+
+def smoke() -> Config:
+    """A few steps of a tiny model on any machine, in seconds: is everything installed?"""
+    return Config(
+        recipe="smoke",
+        model=Model(num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, intermediate_size=128, warmstart_steps=5, warmstart_batch_size=16),
+        data=Data(size=600, max_terms=3, max_digits=1),
+        generation=Generation(max_new_tokens=32, max_num_running=16),
+        staleness=Staleness(max_staleness=2),
+        train=Train(num_steps=4, batch_size=16, group_size=4, lr=1e-3),
+        evaluation=Evaluation(num_problems=32),
+        topology=Topology(num_ranks=3),
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__.replace("_", "-"): recipe for recipe in (laptop, smoke)}
+
+
+def recipe(name: str) -> Config:
+    """The configuration of a recipe. Raises ConfigError with the names there are."""
+    if name not in RECIPES:
+        import difflib
+
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        raise ConfigError(f"unknown recipe '{name}'{f'; did you mean {near[0]}?' if near else ''}; there are: {', '.join(RECIPES)}")
+    return RECIPES[name]()

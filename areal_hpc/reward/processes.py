@@ -1,0 +1,58 @@
+"""Child processes of the reward service: started by exec (never a fork of a process with MPI, CUDA or threads), and never outliving their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import areal_hpc
+from areal_hpc.reward.channel import Channel
+
+_PR_SET_PDEATHSIG = 1
+_MPI_VARIABLES = ("PMI", "OMPI", "PRTE", "PRRTE", "SLURM", "MPI", "HYD", "PALS", "I_MPI", "MV2")
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def scrubbed_environment() -> dict[str, str]:
+    """This process' environment without the variables by which an MPI library would take the child for a rank; one thread; this package importable."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
+    paths = [str(Path(areal_hpc.__file__).parent.parent), *kept.get("PYTHONPATH", "").split(os.pathsep)]
+    return kept | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
+
+
+def spawn(module: str, stderr: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
+    """`python -m MODULE FD PARENT` in a session of its own; FD is its end of the socket. Standard output goes where standard error goes."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if stderr is None else stderr,
+            stderr=stderr,
+            env=scrubbed_environment(),
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return process, Channel(ours)
+
+
+def adopt_parent() -> Channel:
+    """In the child, first thing: die when the parent dies, and take over the socket. Reads the arguments that `spawn` gave."""
+    fd, parent = (int(argument) for argument in sys.argv[1:3])
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above took effect
+        sys.exit("the parent process is gone")
+    return Channel.from_fd(fd)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the child and whatever it started in its session, and reap it."""
+    if process.returncode is None:  # not reaped, so the number still is that of its process group
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,58 @@
+"""Groups on their way through a generation rank: sampling -> grading -> complete."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from areal_hpc.config import Reward
+from areal_hpc.reward.service import Verdict
+from areal_hpc.rollout.engines.base import Completion
+from areal_hpc.transport.trajectory import GRADED, Group, Status, Trajectory
+
+
+@dataclass(slots=True)
+class GroupInProgress:
+    """One ticket between admission and the ring."""
+
+    ticket: int
+    problem_index: int
+    prompt_P: np.ndarray
+    size: int
+    admitted_at: float = field(default_factory=time.monotonic)
+    start_version: int | None = None
+    completions: dict[int, tuple[Completion, float]] = field(default_factory=dict)
+    """sample -> (completion, time it finished)."""
+    verdicts: dict[int, tuple[Verdict, float]] = field(default_factory=dict)
+    """sample -> (verdict, time it came)."""
+
+    @property
+    def complete(self) -> bool:
+        """Every sample is graded, or could not be."""
+        return len(self.verdicts) == self.size
+
+    def to_group(self, reward: Reward) -> Group:
+        """The finished group; samples without a grade keep reward NaN and never train."""
+        return Group(self.ticket, tuple(self._trajectory(sample, reward) for sample in range(self.size)))
+
+    def _trajectory(self, sample: int, reward: Reward) -> Trajectory:
+        completion, finished_at = self.completions[sample]
+        verdict, graded_at = self.verdicts[sample]
+        if verdict.status not in GRADED:
+            value = float("nan")
+        else:
+            value = reward.right if verdict.status == Status.RIGHT else reward.wrong
+        return Trajectory(
+            ticket=self.ticket,
+            sample=sample,
+            prompt_P=self.prompt_P,
+            tokens_R=completion.tokens_R,
+            logprobs_R=completion.logprobs_R,
+            versions_R=completion.versions_R,
+            reward=value,
+            status=verdict.status,
+            generated_s=finished_at - self.admitted_at,
+            graded_s=graded_at - finished_at,
+        )

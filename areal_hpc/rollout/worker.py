@@ -1,0 +1,342 @@
+"""The loop of a generation rank: lease tickets, decode, grade, push into the ring; take new weights between two steps.
+
+consumes        ticket leases (generation rank 0), new weights (all training ranks), verdicts (its reward service)
+produces        groups in its ring lane; STARTED, CONFIRM, SWAPPED, EVALUATED and OBSERVED messages
+waits for       the gate (no ticket may start) or a full ring; never for a busy trainer
+unblocked by    a raised ticket limit; the training rank that empties the lane
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from areal_hpc.config import Config
+from areal_hpc.data.datasets import Problems
+from areal_hpc.data.tickets import Tickets
+from areal_hpc.models.tokenizer import Tokenizer
+from areal_hpc.observe.memory import resident_bytes
+from areal_hpc.observe.timeline import Phases
+from areal_hpc.reward.service import RewardService, Verdict
+from areal_hpc.rollout.engines.base import Completion, Engine, Request
+from areal_hpc.rollout.engines.sampling import stream_key
+from areal_hpc.rollout.evaluate import EVALUATION_IDS, EvaluationInProgress, evaluation_request
+from areal_hpc.rollout.groups import GroupInProgress
+from areal_hpc.rollout.leases import Dispatcher, Leases
+from areal_hpc.topology import World
+from areal_hpc.transport.messages import Mailbox, Message, Tag
+from areal_hpc.transport.ring import RingProducer
+from areal_hpc.transport.trajectory import GRADED, Group, Status, group_bytes, write_group
+from areal_hpc.transport.weights import Receiver
+
+IDLE_S = 0.0005
+"""Sleep when there is nothing to do: ranks may share cores."""
+REPORT_EVERY_S = 1.0
+MAX_OUTBOX = 2
+"""Finished groups that may wait for room in the ring before decoding stops."""
+
+
+@dataclass(slots=True)
+class RolloutWorker:
+    """State of a generation rank; `run` is the loop."""
+
+    config: Config
+    world: World
+    engine: Engine
+    receiver: Receiver
+    lane: RingProducer
+    rewards: RewardService
+    problems: Problems
+    tokenizer: Tokenizer
+    mailbox: Mailbox
+    phases: Phases
+    ticket_limit: int = 0
+    limit_version: int = -1
+    stopped: bool = False
+    final: bool = False
+    """The last version is here: no more training groups."""
+    num_tokens: int = 0
+    counters: Counter[str] = field(default_factory=Counter)
+    evaluation: EvaluationInProgress | None = None
+    groups: dict[int, GroupInProgress] = field(default_factory=dict)
+    outbox: deque[Group] = field(default_factory=deque)
+    leases: Leases = field(init=False)
+    dispatcher: Dispatcher = field(default_factory=Dispatcher)
+    _tickets: Tickets = field(init=False)
+    _unreported: list[int] = field(default_factory=list)
+    _graded: Counter[Status] = field(default_factory=Counter)
+    _reported_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0)
+        self._tickets = Tickets(len(self.problems.train), self.config.seed)
+
+    @property
+    def trainer(self) -> int:
+        """World rank of training rank 0."""
+        return self.world.training_ranks[0]
+
+    def run(self) -> None:
+        """Until training rank 0 says stop."""
+        while not self.stopped:
+            self.read_messages()
+            self.take_new_weights()
+            self.lease_tickets()
+            self.admit()
+            self.decode_one_step()
+            self.collect_verdicts()
+            self.push_finished()
+            self.report()
+        self.report(final=True)
+
+    # -- messages and weights --------------------------------------------------------------------------------------
+
+    def read_messages(self) -> None:
+        """Act on what has come in."""
+        for message in self.mailbox.poll():
+            self._read(message)
+
+    def _read(self, message: Message) -> None:
+        if message.tag == Tag.VERSION:
+            self.receiver.begin(message.body)
+        elif message.tag == Tag.LIMIT:
+            self._raise_limit(*message.body)
+        elif message.tag == Tag.WANT:
+            self.dispatcher.want(message.source, message.body)
+        elif message.tag == Tag.LEASE:
+            self.leases.receive(message.body)
+        elif message.tag == Tag.STOP:
+            self.stopped = True
+        else:
+            raise RuntimeError(f"unexpected {message.tag.name} message from {self.world.name_of(message.source)}")
+
+    def _raise_limit(self, version: int, ticket_limit: int) -> None:
+        if version >= self.limit_version:
+            self.limit_version, self.ticket_limit = version, max(ticket_limit, self.ticket_limit)
+        self.leases.raise_limit(ticket_limit, version)
+
+    def take_new_weights(self) -> None:
+        """Confirm what is received; between two steps, swap to it, unless an evaluation needs the weights in use."""
+        if self.receiver.poll():
+            assert self.receiver.staged is not None
+            self.mailbox.post(self.trainer, Tag.CONFIRM, self.receiver.staged.version)
+        staged = self.receiver.staged
+        if staged is None or staged.version <= self.engine.policy_version or self.evaluation is not None:
+            return
+        with self.phases("swap"):
+            paused_at = time.monotonic()
+            if staged.final:
+                self._abandon_training()
+            self.engine.update_weights(self.receiver.named_tensors(), staged.version)
+            pause_s = time.monotonic() - paused_at
+        self.mailbox.post(self.trainer, Tag.SWAPPED, (staged.version, pause_s))
+        self._raise_limit(staged.version, staged.ticket_limit)
+        if staged.evaluate:
+            self._begin_evaluation(staged.version)
+
+    def _abandon_training(self) -> None:
+        """The last version came: sequences still running belong to no batch."""
+        self.final = True
+        size = self.config.train.group_size
+        self.engine.abort([ticket * size + sample for ticket, group in self.groups.items() for sample in range(size) if sample not in group.completions])
+        self.counters["unfinished_groups"] += len(self.groups) + len(self.outbox)
+        self.groups.clear()
+        self.outbox.clear()
+
+    # -- admission -------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_free_groups(self) -> int:
+        free = self.engine.max_num_running - self.engine.num_running - self.engine.num_waiting
+        return max(0, -(-free // self.config.train.group_size))
+
+    def lease_tickets(self) -> None:
+        """Ask for tickets one block ahead; generation rank 0 grants what the limit allows."""
+        dispatcher_rank = self.world.generation_ranks[0]
+        count = 0 if self.final else self.leases.num_to_ask(self._num_free_groups)
+        if count and self.world.world_rank == dispatcher_rank:
+            self.dispatcher.want(dispatcher_rank, count)
+        elif count:
+            self.mailbox.post(dispatcher_rank, Tag.WANT, count)
+        if self.world.world_rank != dispatcher_rank or self.leases.static:
+            return
+        for rank, grant in self.dispatcher.grants(self.ticket_limit, self.limit_version):
+            if rank == dispatcher_rank:
+                self.leases.receive(grant)
+            else:
+                self.mailbox.post(rank, Tag.LEASE, grant)
+
+    def admit(self) -> None:
+        """Hand leased tickets to the engine while it has a free slot and the outbox is not jammed."""
+        while not self.final and self._num_free_groups and len(self.outbox) <= MAX_OUTBOX:
+            ticket = self.leases.take(self.engine.policy_version)
+            if ticket is None:
+                return
+            self._admit(ticket)
+
+    def _admit(self, ticket: int) -> None:
+        index = self._tickets.problem_index(ticket)
+        size = self.config.train.group_size
+        prompt_P = self.tokenizer.encode(self.problems.train[index].question + self.config.data.suffix)
+        self.groups[ticket] = GroupInProgress(ticket, index, prompt_P, size)
+        self._unreported.append(ticket)
+        self.counters["admitted_groups"] += 1
+        generation = self.config.generation
+        self.engine.add(
+            [
+                Request(
+                    request_id=ticket * size + sample,
+                    prompt_tokens=prompt_P,
+                    stream=stream_key(self.config.seed, ticket, sample),
+                    max_new_tokens=generation.max_new_tokens,
+                    temperature=generation.temperature,
+                )
+                for sample in range(size)
+            ]
+        )
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def decode_one_step(self) -> None:
+        """One token for every running sequence; what finished goes to the reward service."""
+        if len(self.outbox) > MAX_OUTBOX:
+            self.phases.enter("ring_full")
+            time.sleep(IDLE_S)
+            return
+        if self.engine.num_running + self.engine.num_waiting == 0:
+            self.phases.enter("idle" if self.groups else "gated")
+            time.sleep(IDLE_S)
+            return
+        self.phases.enter("evaluate" if self.evaluation else "decode")
+        finished = self.engine.step()
+        self.num_tokens += self.engine.num_running + len(finished)
+        for completion in finished:
+            self._grade(completion)
+        self._report_starts()
+
+    def _grade(self, completion: Completion) -> None:
+        text = self.tokenizer.decode(completion.tokens_R)
+        truncated = completion.finish == "length"
+        if completion.request_id >= EVALUATION_IDS:
+            assert self.evaluation is not None
+            index = completion.request_id - EVALUATION_IDS
+            self.evaluation.tokens[index] = len(completion.tokens_R)
+            self.rewards.submit(completion.request_id, index, text, truncated=truncated, split="heldout")
+            return
+        ticket, sample = divmod(completion.request_id, self.config.train.group_size)
+        group = self.groups[ticket]
+        if group.start_version is None:
+            self._report_start(group, int(completion.versions_R[0]))
+        group.completions[sample] = (completion, time.monotonic())
+        self.rewards.submit(completion.request_id, group.problem_index, text, truncated=truncated)
+
+    def _report_starts(self) -> None:
+        """Tell training rank 0 the start version of groups whose first sample has a token (FIFO: sample 0 starts first)."""
+        for ticket in self._unreported:
+            group = self.groups.get(ticket)
+            if group is not None and group.start_version is None:
+                version = self.engine.first_version(ticket * group.size)
+                if version is None:
+                    break
+                self._report_start(group, version)
+        self._unreported = [ticket for ticket in self._unreported if ticket in self.groups and self.groups[ticket].start_version is None]
+
+    def _report_start(self, group: GroupInProgress, version: int) -> None:
+        group.start_version = version
+        if self.config.staleness.mode == "dropless":  # the only mode whose composition depends on running groups
+            self.mailbox.post(self.trainer, Tag.STARTED, (group.ticket, version))
+
+    # -- grading and the ring --------------------------------------------------------------------------------------
+
+    def collect_verdicts(self) -> None:
+        """Take verdicts; groups that are complete move to the outbox, in the order of their completion."""
+        for verdict in self.rewards.poll():
+            self._graded[verdict.status] += 1
+            if verdict.job_id >= EVALUATION_IDS:
+                self._collect_evaluation(verdict)
+                continue
+            ticket, sample = divmod(verdict.job_id, self.config.train.group_size)
+            group = self.groups.get(ticket)
+            if group is None:  # abandoned at the end of the run
+                continue
+            group.verdicts[sample] = (verdict, time.monotonic())
+            if group.complete:
+                self.outbox.append(self.groups.pop(ticket).to_group(self.config.reward))
+        self._check_failure_rate()
+
+    def _check_failure_rate(self) -> None:
+        total = self._graded.total()
+        failed = sum(count for status, count in self._graded.items() if status not in GRADED)
+        limit = self.config.reward.max_failure_rate
+        if total >= 50 and failed > limit * total:
+            kinds = ", ".join(f"{count} {status.name}" for status, count in self._graded.items() if status not in GRADED)
+            raise RuntimeError(f"{failed} of {total} answers could not be graded ({kinds}): more than reward.max_failure_rate={limit:g}")
+
+    def push_finished(self) -> None:
+        """Write finished groups into the ring as long as it has room."""
+        while self.outbox:
+            group = self.outbox[0]
+            slot = self.lane.try_reserve(group_bytes(group))
+            if slot is None:
+                return
+            versions = [t.versions_R for t in group.trajectories]
+            with slot:
+                write_group(group, slot.buffer)
+                slot.commit(
+                    ticket=group.ticket,
+                    version_min=min(int(v.min()) for v in versions),
+                    version_max=max(int(v.max()) for v in versions),
+                    num_tokens=group.num_tokens,
+                    num_samples=len(group.trajectories),
+                )
+            self.outbox.popleft()
+            self.counters["pushed_groups"] += 1
+
+    # -- evaluation and reports ------------------------------------------------------------------------------------
+
+    def _begin_evaluation(self, version: int) -> None:
+        held_out = self.problems.heldout[: self.config.evaluation.num_problems]
+        mine = list(range(self.world.role_rank, len(held_out), self.world.num_generation))
+        self.evaluation = EvaluationInProgress(version, mine)
+        for index in mine:
+            request = evaluation_request(
+                held_out[index],
+                index,
+                self.tokenizer,
+                self.config.data.suffix,
+                seed=self.config.seed,
+                max_new_tokens=self.config.generation.max_new_tokens,
+                temperature=self.config.evaluation.temperature,
+            )
+            self.engine.add([request])
+        self._finish_evaluation()  # a rank without a share reports at once
+
+    def _collect_evaluation(self, verdict: Verdict) -> None:
+        assert self.evaluation is not None
+        self.evaluation.verdicts[verdict.job_id - EVALUATION_IDS] = verdict
+        self._finish_evaluation()
+
+    def _finish_evaluation(self) -> None:
+        if self.evaluation is not None and self.evaluation.complete:
+            self.mailbox.post(self.trainer, Tag.EVALUATED, self.evaluation.share())
+            self.evaluation = None
+
+    def report(self, final: bool = False) -> None:
+        """Phases and counters for the log, about once a second."""
+        now = time.monotonic()
+        if now - self._reported_at < REPORT_EVERY_S and not final:
+            return
+        self._reported_at = now
+        if final:
+            self.counters["unfinished_groups"] += len(self.groups) + len(self.outbox)
+        body = {
+            "phases": self.phases.drain(),
+            "tokens": self.num_tokens,
+            "running": self.engine.num_running,
+            "waiting": len(self.leases) + len(self.outbox),
+            "rss_bytes": resident_bytes(),
+            "final": final,
+            "counters": dict(self.counters),
+        }
+        self.mailbox.post(self.trainer, Tag.OBSERVED, body)

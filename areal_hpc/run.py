@@ -1,0 +1,244 @@
+"""The story of one rank: start the reward server, join the world, agree on everything, then generate or train until the end.
+
+srun / mpiexec ──▶ run_rank on every rank ──▶ generation rank: rollout/worker.py        training rank: train/loop.py
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from areal_hpc import groups, guard, topology
+from areal_hpc.config import Config, ConfigError
+from areal_hpc.config_io import save_yaml
+from areal_hpc.data.datasets import Problems, load_problems
+from areal_hpc.models import hf
+from areal_hpc.models.tokenizer import Tokenizer
+from areal_hpc.observe.progress import Progress
+from areal_hpc.observe.telemetry import Log, hardware
+from areal_hpc.observe.timeline import Phases
+from areal_hpc.reward.service import RewardService
+from areal_hpc.rollout.engines import create_engine
+from areal_hpc.rollout.worker import RolloutWorker
+from areal_hpc.signals import StopFlag
+from areal_hpc.topology import World, lane_owner
+from areal_hpc.train.checkpoint import load_weights_from, save_checkpoint, save_model
+from areal_hpc.train.collect import Collector
+from areal_hpc.train.compose import Composer
+from areal_hpc.train.loop import Head, TrainingRank, end_run, training_loop
+from areal_hpc.train.publish import Publisher
+from areal_hpc.train.record import Recorder
+from areal_hpc.train.trainer import Trainer
+from areal_hpc.transport.messages import Mailbox
+from areal_hpc.transport.ring import RingConsumer, RingProducer
+from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
+
+UNBOUNDED_HELD = 2**31
+"""Groups a training rank may hold when the gate bounds them anyway."""
+
+
+def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
+    """Be one rank of the job. `config` has passed `check`; ends the process."""
+    rewards = RewardService.start()  # before MPI: a process started afterwards can upset the interconnect
+    torch.set_num_threads(config.topology.threads_per_rank)
+    with guard.AbortGuard(attempt_dir) as abort:
+        world = topology.join(config)
+        abort.name = world.name()
+        stop = StopFlag()
+        stop.install()
+        phases = Phases(world.world_rank, world.role)
+        connection = groups.connect(world, config.device, config.transport.start_deadline_s)
+        problems = load_problems(config.data)
+        model_dir = prepare_model(config, world)
+        if world.role == "generation":
+            rewards.configure(config.data, config.reward.deadline_s)
+            generate(config, world, connection, problems, model_dir, rewards, phases)
+            status, summary = guard.DONE, {}
+        else:
+            rewards.close()
+            status, summary = train(config, world, connection, problems, model_dir, attempt_dir, phases, stop)
+        rewards.close()
+        status = world.control.bcast(status, root=world.training_ranks[0])
+        guard.finish(world, attempt_dir, status, summary)
+
+
+def agree_on_attempt(config: Config) -> Path:
+    """Without the local launcher: world rank 0 creates the run folder and all others use it. Collective."""
+    from mpi4py import MPI
+
+    from areal_hpc.launch.local import create_run_dir
+
+    made: Path | ConfigError | None = None
+    if MPI.COMM_WORLD.rank == 0:
+        try:
+            made = create_run_dir(config)
+        except ConfigError as error:
+            made = error
+    made = MPI.COMM_WORLD.bcast(made, root=0)
+    if isinstance(made, ConfigError):
+        raise made
+    assert made is not None
+    return made
+
+
+def prepare_model(config: Config, world: World) -> Path:
+    """Folder with config.json, tokenizer and first weights. Without a source, training rank 0 builds and warm-starts the small model, or finds it in the cache."""
+    if config.model_source:
+        return Path(config.model_source)
+    folder = None
+    if world.is_first_trainer:
+        from areal_hpc.train.warmstart import cached_model
+
+        folder = cached_model(config.model, config.data, cache_dir())
+    return Path(patient_bcast(world, str(folder), config.transport.start_deadline_s))
+
+
+def cache_dir() -> Path:
+    """AREAL_HPC_CACHE, or ~/.cache/areal_hpc."""
+    return Path(os.environ.get("AREAL_HPC_CACHE") or Path.home() / ".cache" / "areal_hpc")
+
+
+def patient_bcast(world: World, text: str, deadline_s: float) -> str:
+    """Broadcast from training rank 0, which may take minutes to get there: the others sleep between looks instead of spinning on cores that it needs."""
+    root = world.training_ranks[0]
+    if world.world_rank == root:
+        for rank in range(world.size):
+            if rank != root:
+                world.comm.isend(text, dest=rank).wait()
+        return text
+    stop_at = time.monotonic() + deadline_s
+    while not world.comm.iprobe(source=root):
+        if time.monotonic() > stop_at:
+            raise TimeoutError(f"training rank 0 did not have the model ready within {deadline_s:g} s")
+        time.sleep(0.01)
+    return world.comm.recv(source=root)
+
+
+def lane_name(token: str, generation_rank: int) -> str:
+    """Name of a lane in shared memory while both ends attach; unlinked right after."""
+    return f"areal_{token}_{generation_rank}"
+
+
+def wire_dtype(config: Config) -> torch.dtype:
+    """Type that weights travel and are generated with."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+
+
+def generate(config: Config, world: World, connection: groups.Connection, problems: Problems, model_dir: Path, rewards: RewardService, phases: Phases) -> None:
+    """A generation rank: its engine starts empty and gets version 0 by the first push, as every other version."""
+    tokenizer = Tokenizer.from_folder(model_dir)
+    engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
+    token, job_id = world.comm.bcast(None, root=world.training_ranks[0])
+    world.comm.Barrier()  # lanes exist
+    lane = RingProducer.open(lane_name(token, world.role_rank), job_id=job_id, timeout_s=config.transport.start_deadline_s)
+    world.comm.Barrier()  # and are attached
+    manifest = Manifest.of(((name, tensor.shape) for name, tensor in engine.named_weights()), wire_dtype(config), world.num_training)
+    manifest.agree(world.comm)
+    network = Network(world, connection, config.transport.bucket_bytes)
+    worker = RolloutWorker(
+        config=config,
+        world=world,
+        engine=engine,
+        receiver=Receiver(manifest, network, connection.device),
+        lane=lane,
+        rewards=rewards,
+        problems=problems,
+        tokenizer=tokenizer,
+        mailbox=Mailbox(world.control),
+        phases=phases,
+    )
+    worker.run()
+    worker.mailbox.drain(config.transport.push_deadline_s)
+    lane.close()
+
+
+def train(
+    config: Config,
+    world: World,
+    connection: groups.Connection,
+    problems: Problems,
+    model_dir: Path,
+    attempt_dir: Path,
+    phases: Phases,
+    stop: StopFlag,
+) -> tuple[int, dict]:
+    """A training rank. Returns the exit status and, on training rank 0, the summary for exit.json."""
+    decoder_config = hf.load_config(model_dir)
+    mesh = groups.training_mesh(world, connection.device)
+    trainer = Trainer(decoder_config, config.train, temperature=config.generation.temperature, device=connection.device, mesh=mesh)
+    trainer.load(load_weights_from(model_dir))
+    lanes = create_lanes(config, world)
+    manifest = Manifest.of(((shard.name, shard.shape) for shard in trainer.named_shards()), wire_dtype(config), world.num_training)
+    manifest.agree(world.comm)
+    network = Network(world, connection, config.transport.bucket_bytes)
+    mailbox = Mailbox(world.control)
+    sender = Sender(manifest, world.role_rank, network, connection.device)
+    publisher = Publisher(world, mailbox, sender, phases, config.transport.push_deadline_s)
+    held = UNBOUNDED_HELD if config.staleness.max_staleness != "inf" else 2 * config.groups_per_batch
+    collector = Collector(world.role_rank, lanes, max_held=held)
+    head = open_head(config, world, mailbox, publisher, attempt_dir, phases, problems, stop) if world.is_first_trainer else None
+    rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, head)
+    tokenizer_files = hf.tokenizer_files(model_dir)
+
+    def save(step: int) -> None:
+        meta = {"policy_version": step, "fingerprint": problems.fingerprint, "closed_tickets": head.composer.ledger.closed.to_list() if head else []}
+        save_checkpoint(attempt_dir.parent / "checkpoints" / f"step-{step:06d}", trainer, meta, tokenizer_files)
+
+    steps = training_loop(rank, save)
+    finished = steps == config.train.num_steps
+    with phases("save"):
+        if finished:
+            save_model(attempt_dir.parent / "model", trainer, tokenizer_files)
+        else:
+            save(steps)
+    summary = end_run(rank, finished=finished)
+    for lane in lanes.values():
+        lane.close()
+    if head is not None:
+        if not finished:
+            head.recorder.log.event(world.world_rank, "stopped", f"{stop.signal_name} after step {steps}; checkpoint written")
+            head.recorder.progress.message(f"stopped by {stop.signal_name} after step {steps}; checkpoint written")
+        head.recorder.log.close()
+        head.recorder.progress.finish()
+    return (guard.DONE if finished else guard.REQUEUE), {"steps": steps, **summary}
+
+
+def create_lanes(config: Config, world: World) -> dict[int, RingConsumer]:
+    """Create the lanes this training rank owns, let the generation ranks attach, and take the names away again: nothing can be left behind."""
+    secret = (secrets.token_hex(8), secrets.randbits(62)) if world.is_first_trainer else None
+    token, job_id = world.comm.bcast(secret, root=world.training_ranks[0])
+    mine = [g for g in range(world.num_generation) if lane_owner(g, world.num_training) == world.role_rank]
+    lanes = {g: RingConsumer.create(lane_name(token, g), config.transport.lane_bytes, lane=g, job_id=job_id) for g in mine}
+    world.comm.Barrier()  # lanes exist
+    world.comm.Barrier()  # and are attached
+    for lane in lanes.values():
+        lane.unlink()
+    return lanes
+
+
+def open_head(
+    config: Config, world: World, mailbox: Mailbox, publisher: Publisher, attempt_dir: Path, phases: Phases, problems: Problems, stop: StopFlag
+) -> Head:
+    """The log, the progress display and the composer of training rank 0."""
+    save_yaml(config, attempt_dir / "config.yaml")
+    attributes = {
+        "config": (attempt_dir / "config.yaml").read_text(),
+        "fingerprint": problems.fingerprint,
+        "num_generation_ranks": world.num_generation,
+        "num_training_ranks": world.num_training,
+        **hardware(),
+    }
+    log = Log.create(attempt_dir / "log.h5", attributes, clock=time.monotonic)
+    mode = os.environ.get("AREAL_HPC_PROGRESS", "lines")
+    progress = Progress(config.train.num_steps, "live" if mode == "live" else "none" if mode == "none" else "lines")
+    composer = Composer(config, world.num_training)
+    recorder = Recorder(config, world, log, progress, phases)
+    progress.message(
+        f"{world.num_generation} generation + {world.num_training} training ranks, {len(problems.train)} training and {len(problems.heldout)} held-out problems"
+    )
+    return Head(config, world, mailbox, publisher, composer, recorder, stop_requested=lambda: stop.requested)

@@ -1,0 +1,134 @@
+"""Who is who: COMM_WORLD is split into generation and training ranks, node by node, and gets a communicator of its own for control messages.
+
+`mpi4py.MPI` is imported inside functions only: importing it initialises MPI, and child processes that re-import this module must not do that.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from areal_hpc.config import Config, ConfigError, check_layout, num_training_ranks
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Role = Literal["generation", "training"]
+
+
+def assign_roles(node_of_rank: Sequence[int], generation_fraction: float) -> list[Role]:
+    """Role of each world rank. Training ranks are packed on as few nodes as possible, the last ones, so that their all-gathers stay inside.
+
+    `node_of_rank[r]` is the node index of world rank r. Raises ConfigError for an impossible split.
+    """
+    wanted = num_training_ranks(len(node_of_rank), generation_fraction)
+    ranks_of_node: dict[int, list[int]] = {}
+    for world_rank, node in enumerate(node_of_rank):
+        ranks_of_node.setdefault(node, []).append(world_rank)
+    training: list[int] = []
+    while len(training) < wanted:
+        missing = wanted - len(training)
+        enough = [node for node in ranks_of_node if len(ranks_of_node[node]) >= missing]
+        # The smallest node that holds all that is missing, else the largest; among equals the last.
+        best = min(enough, key=lambda n: (len(ranks_of_node[n]), -n)) if enough else max(ranks_of_node, key=lambda n: (len(ranks_of_node[n]), n))
+        training += ranks_of_node.pop(best)[-missing:]
+    return ["training" if world_rank in training else "generation" for world_rank in range(len(node_of_rank))]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place in the job, and the communicators. `control` carries all messages between roles."""
+
+    world_rank: int
+    role: Role
+    role_rank: int
+    local_rank: int
+    host: str
+    generation_ranks: tuple[int, ...]
+    """World ranks that generate, in order: generation rank g is `generation_ranks[g]`."""
+    training_ranks: tuple[int, ...]
+    num_nodes: int
+    comm: MPI.Comm
+    role_comm: MPI.Comm
+    node_comm: MPI.Comm
+    control: MPI.Comm
+
+    @property
+    def size(self) -> int:
+        return len(self.generation_ranks) + len(self.training_ranks)
+
+    @property
+    def num_generation(self) -> int:
+        """G."""
+        return len(self.generation_ranks)
+
+    @property
+    def num_training(self) -> int:
+        """T."""
+        return len(self.training_ranks)
+
+    @property
+    def is_first_trainer(self) -> bool:
+        """Training rank 0 composes batches, writes the log and speaks for the job."""
+        return self.role == "training" and self.role_rank == 0
+
+    def name(self) -> str:
+        """For messages: `rank 3 (generation 2) on host n1`."""
+        return f"rank {self.world_rank} ({self.role} {self.role_rank}) on host {self.host}"
+
+    def name_of(self, world_rank: int) -> str:
+        """The same for another rank, without its host."""
+        if world_rank in self.generation_ranks:
+            return f"rank {world_rank} (generation {self.generation_ranks.index(world_rank)})"
+        return f"rank {world_rank} (training {self.training_ranks.index(world_rank)})"
+
+
+def lane_owner(generation_rank: int, num_training: int) -> int:
+    """Training rank that consumes the ring lane of a generation rank: g mod T."""
+    return generation_rank % num_training
+
+
+def join(config: Config) -> World:
+    """Initialise MPI and split the world. Collective. Raises ConfigError for an impossible layout, on every rank alike."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    _check_size(comm.size)
+    check_layout(config, comm.size)
+    node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    leader: int = node_comm.bcast(comm.rank)  # a node is named by its lowest world rank
+    leaders: list[int] = comm.allgather(leader)
+    nodes = {name: index for index, name in enumerate(sorted(set(leaders)))}
+    roles = assign_roles([nodes[name] for name in leaders], config.topology.generation_fraction)
+    if len(nodes) > 1:
+        raise ConfigError(f"the ranks are on {len(nodes)} nodes: this version carries trajectories within one node; start all ranks on one")
+    role = roles[comm.rank]
+    role_comm = comm.Split(0 if role == "generation" else 1, comm.rank)
+    return World(
+        world_rank=comm.rank,
+        role=role,
+        role_rank=role_comm.rank,
+        local_rank=node_comm.rank,
+        host=socket.gethostname(),
+        generation_ranks=tuple(r for r, x in enumerate(roles) if x == "generation"),
+        training_ranks=tuple(r for r, x in enumerate(roles) if x == "training"),
+        num_nodes=len(nodes),
+        comm=comm,
+        role_comm=role_comm,
+        node_comm=node_comm,
+        control=comm.Dup(),
+    )
+
+
+def _check_size(size: int) -> None:
+    """A wrong `srun --mpi` starts N worlds of size 1 without a warning: refuse."""
+    expected = int(os.environ.get("SLURM_NTASKS", size)) if "SLURM_STEP_ID" in os.environ else size
+    if size == 1 and expected > 1:
+        raise ConfigError(
+            f"{expected} tasks became {expected} MPI worlds of size 1: wrong --mpi for this MPI; try srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI)"
+        )
+    if size != expected:
+        raise ConfigError(f"the MPI world has {size} ranks but Slurm started {expected} tasks in this step; give srun the right --mpi")

@@ -1,0 +1,126 @@
+"""From ring lanes to this rank's share of the batch.
+
+Each training rank empties the lanes it owns (g mod T) into host memory and reports what arrived to training rank 0. Training rank 0 composes the batch and
+sends the plan to all; the payloads then move once, by Alltoallv of bytes, from the rank that holds them to the rank that trains them.
+Host memory is bounded by the gate; without a gate (eta = inf) lanes are left full beyond `max_held`, and the ring holds the generators back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from areal_hpc.train.trainer import LocalBatch
+from areal_hpc.transport.ring import RingConsumer
+from areal_hpc.transport.trajectory import Group, Trajectory, group_bytes, read_group, read_table, record_size, write_group
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from areal_hpc.train.compose import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What training rank 0 learns of a group: everything but the columns."""
+
+    ticket: int
+    generation_rank: int
+    owner: int
+    """Training rank that holds the payload."""
+    start_version: int
+    prompt_tokens: int
+    table: np.ndarray
+    """One SAMPLE_DTYPE row per answer (trajectory.py)."""
+
+
+@dataclass(slots=True)
+class Collector:
+    """The consuming end of this training rank's lanes."""
+
+    role_rank: int
+    lanes: dict[int, RingConsumer]
+    """generation rank -> its lane."""
+    max_held: int
+    """Groups kept in host memory before records are left in their lanes."""
+    held: dict[int, Group] = field(default_factory=dict)
+
+    def drain(self) -> list[Arrival]:
+        """Take all records that are there. Never blocks. Raises RuntimeError when the producer of an empty lane has died."""
+        arrivals = []
+        for generation_rank, lane in self.lanes.items():
+            while len(self.held) < self.max_held and (record := lane.peek()) is not None:
+                ticket, prompt_tokens, table = read_table(record.buffer)
+                self.held[ticket] = read_group(record.buffer)
+                record.release()
+                arrivals.append(Arrival(ticket, generation_rank, self.role_rank, int(table["version_min"].min()), prompt_tokens, table))
+        return arrivals
+
+    def check_producers(self) -> None:
+        """Raises RuntimeError that names a generation rank whose process is gone."""
+        for generation_rank, lane in self.lanes.items():
+            if lane.producer_state() == "dead":
+                raise RuntimeError(f"generation {generation_rank} died: the process behind its ring lane is gone")
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        """Forget groups that will not be trained."""
+        for ticket in tickets:
+            self.held.pop(ticket, None)
+
+
+def exchange(plan: Plan, collector: Collector, role_comm: MPI.Comm) -> LocalBatch:
+    """Move the payloads of the planned batch to the ranks that train them. Collective over the training ranks."""
+    from mpi4py import MPI
+
+    outgoing = [_pack(plan, collector, destination) for destination in range(role_comm.size)]
+    collector.drop([int(ticket) for ticket in set(plan.ticket_S.tolist())])
+    send_sizes = np.array([len(block) for block in outgoing], np.int64)
+    receive_sizes = np.empty_like(send_sizes)
+    role_comm.Alltoall(send_sizes, receive_sizes)
+    received = np.empty(int(receive_sizes.sum()), np.uint8)
+    send = [np.concatenate(outgoing), (send_sizes, _offsets(send_sizes)), MPI.BYTE]
+    role_comm.Alltoallv(send, [received, (receive_sizes, _offsets(receive_sizes)), MPI.BYTE])
+    return _local_batch(plan, _unpack(received), role_comm.rank)
+
+
+def _offsets(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes)[:-1]])
+
+
+def _pack(plan: Plan, collector: Collector, destination: int) -> np.ndarray:
+    """The samples held here that `destination` trains, as records of partial groups."""
+    mine = (plan.rank_S == destination) & (plan.owner_S == collector.role_rank)
+    records = []
+    for ticket in dict.fromkeys(plan.ticket_S[mine].tolist()):
+        chosen = set(plan.sample_S[mine & (plan.ticket_S == ticket)].tolist())
+        group = Group(ticket, tuple(t for t in collector.held[ticket].trajectories if t.sample in chosen))
+        record = np.zeros(group_bytes(group), np.uint8)
+        write_group(group, record)
+        records.append(record)
+    return np.concatenate(records) if records else np.empty(0, np.uint8)
+
+
+def _unpack(received: np.ndarray) -> dict[tuple[int, int], Trajectory]:
+    found, offset = {}, 0
+    while offset < len(received):
+        stop = offset + record_size(received[offset:])
+        for trajectory in read_group(received[offset:stop]).trajectories:
+            found[trajectory.ticket, trajectory.sample] = trajectory
+        offset = stop
+    return found
+
+
+def _local_batch(plan: Plan, found: dict[tuple[int, int], Trajectory], role_rank: int) -> LocalBatch:
+    mine = np.flatnonzero(plan.rank_S == role_rank)
+    return LocalBatch(
+        trajectories=[found[int(plan.ticket_S[s]), int(plan.sample_S[s])] for s in mine],
+        advantage_S=plan.advantage_S[mine],
+        weight_S=plan.weight_S[mine],
+        minibatch_S=plan.minibatch_S[mine],
+        microbatch_S=plan.microbatch_S[mine],
+        num_microbatches=plan.num_microbatches,
+        trained_tokens=plan.trained_tokens,
+    )

@@ -1,0 +1,117 @@
+"""The training side of a weight push: pack, announce, broadcast; and, on training rank 0, the book of who has confirmed and swapped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from areal_hpc.observe.timeline import Phases
+from areal_hpc.topology import World
+from areal_hpc.transport.messages import Mailbox, Message, Tag
+from areal_hpc.transport.weights import Announcement, Sender
+
+
+@dataclass(slots=True)
+class Push:
+    """One version on its way (training rank 0)."""
+
+    version: int
+    num_bytes: int
+    pack_s: float
+    checksum: int
+    started_at: float
+    sent_at: float | None = None
+    confirmed: dict[int, float] = field(default_factory=dict)
+    """world rank -> time of its CONFIRM."""
+    pause_s: dict[int, float] = field(default_factory=dict)
+    """world rank -> seconds it stood still for the swap."""
+
+    def row(self) -> dict:
+        """Row of /pushes."""
+        last = max(self.confirmed.values())
+        sent_at = min(self.sent_at or last, last)
+        return {
+            "version": self.version,
+            "bytes": self.num_bytes,
+            "pack_s": self.pack_s,
+            "transfer_s": sent_at - self.started_at,
+            "confirm_s": last - sent_at,
+            "pause_max_s": max(self.pause_s.values(), default=0.0),
+            "checksum": self.checksum,
+        }
+
+
+@dataclass(slots=True)
+class Publisher:
+    """Publishes versions one after the other: the next pack waits until every generation rank has confirmed the one before."""
+
+    world: World
+    mailbox: Mailbox
+    sender: Sender
+    phases: Phases
+    deadline_s: float
+    push: Push | None = None
+    """The latest push (training rank 0)."""
+    active_version: dict[int, int] = field(default_factory=dict)
+    """world rank of a generation rank -> version it generates with (training rank 0)."""
+
+    def publish(self, shards: Iterable[tuple[str, torch.Tensor]], version: int, ticket_limit: int, *, evaluate: bool, final: bool) -> None:
+        """Pack and start sending. Collective over the training ranks; the previous push must have settled. Returns while the bytes are on their way."""
+        with self.phases("pack"):
+            self.sender.wait_sent(self.deadline_s)
+            began_at = time.monotonic()
+            checksum = self.sender.pack(shards)
+            checksums = tuple(self.world.role_comm.allgather(checksum))
+            packed_at = time.monotonic()
+            if self.world.is_first_trainer:
+                announcement = Announcement(version, ticket_limit, checksums, evaluate, final)
+                for rank in self.world.generation_ranks:
+                    self.mailbox.post(rank, Tag.VERSION, announcement)
+                combined = 0
+                for value in checksums:
+                    combined = (combined * 1_000_003 + value) & (2**64 - 1)
+                self.push = Push(version, self.sender.manifest.num_bytes, packed_at - began_at, combined, packed_at)
+            self.sender.send()
+
+    def receive(self, message: Message) -> bool:
+        """Book a CONFIRM or SWAPPED message; False for any other."""
+        if message.tag == Tag.CONFIRM:
+            assert self.push is not None and message.body == self.push.version, f"confirmation of version {message.body} out of turn"
+            self.push.confirmed[message.source] = time.monotonic()
+        elif message.tag == Tag.SWAPPED:
+            version, pause_s = message.body
+            self.active_version[message.source] = version
+            if self.push is not None and version == self.push.version:
+                self.push.pause_s[message.source] = pause_s
+        else:
+            return False
+        return True
+
+    @property
+    def oldest_active_version(self) -> int:
+        """Lowest version that some generation rank still samples with; -1 before all have their first weights."""
+        return min((self.active_version.get(rank, -1) for rank in self.world.generation_ranks), default=-1)
+
+    @property
+    def settled(self) -> bool:
+        """Every generation rank has confirmed the latest push."""
+        return self.push is None or len(self.push.confirmed) == self.world.num_generation
+
+    def poll_sent(self) -> None:
+        """Note when the broadcasts were done."""
+        if self.push is not None and self.push.sent_at is None and self.sender.is_sent():
+            self.push.sent_at = time.monotonic()
+
+    def wait_settled(self, pump: Callable[[], None]) -> None:
+        """Until every rank has confirmed (training rank 0). Raises TimeoutError that names the ranks that have not."""
+        with self.phases("push_wait"):
+            while not self.settled:
+                pump()
+                assert self.push is not None
+                if time.monotonic() > self.push.started_at + self.deadline_s:
+                    late = [self.world.name_of(rank) for rank in self.world.generation_ranks if rank not in self.push.confirmed]
+                    raise TimeoutError(f"version {self.push.version} was not confirmed within {self.deadline_s:g} s by {', '.join(late)}")
+                time.sleep(0.0005)

@@ -1,0 +1,210 @@
+"""What training rank 0 writes down: one row per step, trajectory, push and evaluation; every rank's phases; and the accounting at the end.
+
+The row of a step is written when its push has settled, since confirmation and pause are part of it: the log is one step behind the training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from areal_hpc.config import Config
+from areal_hpc.observe.memory import resident_bytes
+from areal_hpc.observe.progress import Progress
+from areal_hpc.observe.schema import OUTCOMES
+from areal_hpc.observe.telemetry import Log
+from areal_hpc.observe.timeline import Phases
+from areal_hpc.topology import World
+from areal_hpc.train.collect import Arrival
+from areal_hpc.train.compose import Composer, Plan
+from areal_hpc.train.publish import Push
+from areal_hpc.train.trainer import BatchStats
+from areal_hpc.transport.evaluation import Evaluation
+from areal_hpc.transport.messages import Message
+from areal_hpc.transport.trajectory import GRADED, Status
+
+GRADED_VALUES = [int(status) for status in GRADED]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The log and the progress display, fed by the training loop on training rank 0."""
+
+    config: Config
+    world: World
+    log: Log
+    progress: Progress
+    phases: Phases
+    tokens_trained: int = 0
+    evaluations: list[Evaluation] = field(default_factory=list)
+    finals: dict[int, Counter[str]] = field(default_factory=dict)
+    """world rank -> counters of its last OBSERVED message."""
+    _step: dict[str, Any] | None = None
+    """Row of the latest step, without what its push still has to tell."""
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _step_began_at: float = 0.0
+
+    def begin(self) -> None:
+        """Training begins now."""
+        self._step_began_at = time.monotonic()
+        self._seconds = dict(self.phases.seconds)
+
+    def step(self, step: int, plan: Plan, groups: list[Arrival], stats: BatchStats, composer: Composer) -> None:
+        """A training step ended. Its trajectories are written now, its row when the push has settled."""
+        now = time.monotonic()
+        table = np.concatenate([group.table for group in groups])
+        tokens = int(table["num_tokens"].sum() + sum(group.prompt_tokens * len(group.table) for group in groups))
+        self.tokens_trained += tokens
+        graded = np.isin(table["status"], GRADED_VALUES)
+        trained = plan.weight_S > 0
+        ages = plan.age_S[trained] if trained.any() else np.zeros(1, int)
+        rejected, composer.rejected = composer.rejected, []
+        outcomes = self._trajectories(step, plan, groups, rejected, table)
+        ledger, eta = composer.ledger, self.config.staleness.eta
+        spent = self._phase_seconds()
+        self._step = {
+            "step": step,
+            "policy_version": plan.policy_version + 1,
+            "wall_s": now - self._step_began_at,
+            "tokens": tokens,
+            "trajectories": len(table),
+            "tokens_per_s": tokens / (now - self._step_began_at),
+            "reward_mean": float(table["reward"][graded].mean()),
+            "accuracy": float((table["status"][graded] == int(Status.RIGHT)).mean()),
+            "staleness_max": int(ages.max()),
+            "staleness_mean": float(ages.mean()),
+            "staleness_bound": -1 if eta == float("inf") else int(eta),
+            "generation_wait_s": spent["wait_data"],
+            "collect_s": spent["collect"],
+            "train_s": spent["train"] + spent["prox"],
+            "loss": stats.loss,
+            "entropy": stats.entropy,
+            "grad_norm": stats.grad_norm,
+            "lr": stats.lr,
+            "ratio_mean": stats.ratio_mean,
+            "ratio_max": stats.ratio_max,
+            "behav_ratio_mean": stats.prox_behav_mean,
+            "behav_ratio_max": stats.prox_behav_max,
+            "clipped_share": stats.clipped_share,
+            "kl_behav": stats.kl_behav,
+            "logprob_gap": stats.logprob_gap,
+            "truncated_share": float((table["status"] == int(Status.TRUNCATED)).mean()),
+            "failed": outcomes["failed"],
+            "dropped": outcomes["dropped"],
+            "masked": outcomes["masked"],
+            "skipped_updates": stats.num_skipped,
+            "answer_tokens_mean": float(table["num_tokens"].mean()),
+            "closed_tickets": len(ledger.closed),
+            "submitted_limit": -1 if eta == float("inf") else ledger.limit,
+            "waiting_groups": len(ledger.waiting),
+            "end_s": now,
+        }
+        self._step_began_at = now
+
+    def _phase_seconds(self) -> dict[str, float]:
+        """Seconds in each phase since the last call; the intervals themselves go to the log."""
+        self.log.append("timeline", self.phases.drain())
+        before, self._seconds = self._seconds, dict(self.phases.seconds)
+        return {name: seconds - before[name] for name, seconds in self._seconds.items()}
+
+    def push_settled(self, push: Push) -> None:
+        """All ranks have confirmed: the push is written, and the row of the step that made the version."""
+        self.log.append("pushes", push.row())
+        if self._step is None:
+            return
+        row = self._step | {"push_s": push.pack_s + max(push.confirmed.values()) - push.started_at, "pause_s": max(push.pause_s.values(), default=0.0)}
+        self._step = None
+        self.log.append("steps", row)
+        self.progress.step(row)
+        waiting = row["waiting_groups"]
+        now = {"rank": self.world.world_rank, "role": 1, "time_s": time.monotonic(), "running": 0, "waiting": waiting, "rss_bytes": resident_bytes()}
+        self.log.append("ranks", now | {"tokens": self.tokens_trained})
+
+    def _trajectories(self, step: int, plan: Plan, groups: list[Arrival], rejected: list[Arrival], table: np.ndarray) -> Counter[str]:
+        """Rows of /trajectories for the batch and for what was closed without training; returns the number of each outcome."""
+        rows = [self._row(step, group, sample, plan.policy_version) for group in groups for sample in group.table]
+        for k, row in enumerate(rows):
+            masked = plan.weight_S[k] == 0
+            graded = int(table["status"][k]) in GRADED_VALUES
+            row["outcome"] = OUTCOMES.index("trained" if not masked else "masked" if graded else "failed")
+            row["advantage"] = float(plan.advantage_S[k]) if not masked else float("nan")
+        for group in rejected:
+            for sample in group.table:
+                row = self._row(step, group, sample, plan.policy_version)
+                row["outcome"] = OUTCOMES.index("dropped" if int(sample["status"]) in GRADED_VALUES else "failed")
+                rows.append(row | {"advantage": float("nan")})
+        self.log.append("trajectories", rows)
+        return Counter(OUTCOMES[row["outcome"]] for row in rows)
+
+    def _row(self, step: int, group: Arrival, sample: np.void, version: int) -> dict[str, Any]:
+        return {
+            "ticket": group.ticket,
+            "sample": int(sample["sample"]),
+            "generation_rank": self.world.generation_ranks[group.generation_rank],
+            "batch": step,
+            "prompt_tokens": group.prompt_tokens,
+            "answer_tokens": int(sample["num_tokens"]),
+            "version_min": int(sample["version_min"]),
+            "version_max": int(sample["version_max"]),
+            "age": version - int(sample["version_min"]),
+            "reward": float(sample["reward"]),
+            "status": int(sample["status"]),
+            "generated_s": float(sample["generated_s"]),
+            "graded_s": float(sample["graded_s"]),
+        }
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """All shares of an evaluation are here."""
+        self.evaluations.append(evaluation)
+        row = {
+            "policy_version": evaluation.version,
+            "step": evaluation.version,
+            "num_problems": evaluation.num_problems,
+            "correct": evaluation.correct,
+            "accuracy": evaluation.accuracy,
+            "ci95": evaluation.ci95,
+            "answer_tokens_mean": evaluation.answer_tokens_mean,
+            "seconds": evaluation.seconds,
+            "temperature": self.config.evaluation.temperature,
+        }
+        self.log.append("evaluations", row)
+        self.progress.evaluation(evaluation.version, evaluation.accuracy, evaluation.num_problems)
+
+    def observed(self, message: Message) -> None:
+        """Phases and counters of another rank."""
+        body = message.body
+        self.log.append("timeline", body["phases"])
+        row = {name: body[name] for name in ("tokens", "running", "waiting", "rss_bytes")}
+        role = 0 if message.source in self.world.generation_ranks else 1
+        self.log.append("ranks", row | {"rank": message.source, "role": role, "time_s": time.monotonic()})
+        if body["final"]:
+            self.finals[message.source] = Counter(body["counters"])
+
+    def account(self, composer: Composer) -> dict[str, int]:
+        """Where every admitted group went. Raises RuntimeError if one is unaccounted for (rank counters against the ledger)."""
+        total: Counter[str] = Counter()
+        for counters in self.finals.values():
+            total += counters
+        ledger = composer.ledger
+        closed = ledger.num_closed
+        found = {
+            "admitted": total["admitted_groups"],
+            "trained": closed["trained"],
+            "dropped": closed["stale"],
+            "failed": closed["failed"],
+            "waiting": len(ledger.waiting),
+            "in_ring": total["pushed_groups"] - composer.num_arrived,
+            "unfinished": total["unfinished_groups"],
+        }
+        if (
+            found["admitted"] != sum(found.values()) - found["admitted"]
+            or found["in_ring"] < 0
+            or composer.num_arrived != len(ledger.closed) + len(ledger.waiting)
+        ):
+            raise RuntimeError(f"groups do not add up: {found}, {composer.num_arrived} arrived")
+        self.log.event(self.world.world_rank, "accounting", " ".join(f"{name}={count}" for name, count in found.items()))
+        return found

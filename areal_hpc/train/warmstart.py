@@ -1,0 +1,138 @@
+"""The small model that a run starts from when it is given none: built from the problems' characters, then taught by worked solutions.
+
+    1. tokenizer from the characters of the problems, random decoder of the Qwen2 architecture
+    2. `warmstart_steps` supervised steps: maximise the log-probability of worked solutions (answer and end token; the prompt is not trained)
+    3. written as a Hugging Face folder, under a name that is the hash of everything it depends on, so the next run finds it
+
+It plays the part of a pre-trained model: good enough to be right now and then, which reinforcement learning needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import areal_hpc
+from areal_hpc.config import Data, Model
+from areal_hpc.data.datasets import Problem, load_problems
+from areal_hpc.data.worked import worked_solution
+from areal_hpc.models import hf, tokenizer
+from areal_hpc.models.decoder import Decoder, DecoderConfig, Packed
+
+MAX_POSITION_EMBEDDINGS = 4096
+WARMUP_SHARE = 0.05
+"""Share of the steps over which the learning rate rises."""
+FINAL_LR_SHARE = 0.1
+MAX_GRAD_NORM = 1.0
+NUM_THREADS = 2
+
+
+def cached_model(model: Model, data: Data, cache_dir: Path) -> Path:
+    """Hugging Face folder of the warm-started model for these settings, built on first use.
+
+    Two processes may race: each builds its own, the first rename wins, the loser discards its copy. Raises ConfigError for data without worked solutions.
+    """
+    folder = cache_dir / f"{data.tasks[0] if not data.path else Path(data.path).stem}-{cache_key(model, data)[:16]}"
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".building-") as private:
+            built = Path(private) / folder.name
+            warmstart(model, data, built)
+            with contextlib.suppress(OSError):  # not empty: somebody else was first, and the same settings gave the same model
+                built.rename(folder)
+    assert (folder / "config.json").is_file(), folder
+    return folder
+
+
+def cache_key(model: Model, data: Data) -> str:
+    """SHA-256 (hexadecimal) of the settings, the content of data files, and the versions of the code that turns them into weights."""
+    settings = {
+        "model": {key: value for key, value in dataclasses.asdict(model).items() if key not in ("path", "dtype")},
+        "data": dataclasses.asdict(data),
+        "files": [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in (data.path, data.heldout_path) if path],
+        "versions": [areal_hpc.__version__, importlib.metadata.version("reasoning-gym"), torch.__version__],
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def warmstart(model: Model, data: Data, folder: Path, num_threads: int = NUM_THREADS) -> None:
+    """Build, train and write the model. Same settings, same machine, same threads: same bits. Raises ConfigError for data without worked solutions."""
+    problems = load_problems(data)
+    tokens = tokenizer.build(problems, data.suffix)
+    decoder = hf.build_random(decoder_config(model, tokens), model.warmstart_seed)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    supervise(decoder, _batches(problems.train, tokens, data.suffix, model), model)
+    torch.set_num_threads(threads_before)
+    hf.save(folder, decoder.config.to_hf(), decoder.named_parameters(), tokens.files)
+
+
+def decoder_config(model: Model, tokens: tokenizer.Tokenizer) -> DecoderConfig:
+    """Shape of the small model: Qwen2 with tied embeddings."""
+    return DecoderConfig(
+        model_type="qwen2",
+        vocab_size=tokens.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.hidden_size // model.num_heads,
+        tie_word_embeddings=True,
+        max_position_embeddings=MAX_POSITION_EMBEDDINGS,
+        eos_token_id=tokens.eos_token_id,
+        pad_token_id=tokens.pad_token_id,
+    )
+
+
+def example(problem: Problem, tokens: tokenizer.Tokenizer, suffix: str) -> tuple[np.ndarray, int]:
+    """(prompt, worked solution and end token as one int32 array, length of the prompt)."""
+    prompt_P = tokens.encode(problem.question + suffix)
+    solution_R = tokens.encode(worked_solution(problem), add_special_tokens=False)
+    return np.concatenate([prompt_P, solution_R, [tokens.eos_token_id]]).astype(np.int32), len(prompt_P)
+
+
+def _batches(problems: Sequence[Problem], tokens: tokenizer.Tokenizer, suffix: str, model: Model) -> Iterator[Packed]:
+    """Batches without end; each problem once before any comes again."""
+    rng, order = np.random.default_rng(model.warmstart_seed), np.zeros(0, np.int64)
+    while True:
+        while len(order) < model.warmstart_batch_size:
+            order = np.append(order, rng.permutation(len(problems)))
+        chosen, order = order[: model.warmstart_batch_size], order[model.warmstart_batch_size :]
+        sequences, prompt_lengths = zip(*[example(problems[k], tokens, suffix) for k in chosen], strict=True)
+        yield Packed.build(sequences, prompt_lengths)
+
+
+def supervise(decoder: Decoder, batches: Iterator[Packed], model: Model) -> list[float]:
+    """Supervised steps with AdamW: linear warm-up, then cosine to 10 %. Returns the loss of each step (nats per token)."""
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=model.warmstart_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    losses = []
+    for step in range(model.warmstart_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = model.warmstart_lr * _schedule(step, model.warmstart_steps)
+        loss = -decoder(next(batches), temperature=1.0).logprobs_M.mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    """Share of the peak learning rate."""
+    warmup = max(1, round(WARMUP_SHARE * num_steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,317 @@
+"""The log: both kinds of log behave alike; the file survives kill -9, a full disk, a second writer and live readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_hpc.observe.schema import TABLES, split_utf8, to_rows
+from areal_hpc.observe.telemetry import Log, MemoryLog, open_log, read_attributes, read_table, sidecar_path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(params=[Log, MemoryLog], ids=["file", "memory"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Clock], Log | MemoryLog]:
+    return lambda clock: request.param.create(tmp_path / "log.h5", {"config": "seed: 0\n"}, clock)
+
+
+def interval(k: int) -> dict[str, Any]:
+    return {"rank": k % 3, "role": k % 2, "phase": k % 16, "start_s": float(k), "stop_s": k + 0.5}
+
+
+def intervals(num: int) -> np.ndarray:
+    """What the rows above must be, made without `to_rows`."""
+    k = np.arange(num)
+    rows = np.zeros(num, TABLES["timeline"].dtype)
+    rows["rank"], rows["role"], rows["phase"], rows["start_s"], rows["stop_s"] = k % 3, k % 2, k % 16, k, k + 0.5
+    return rows
+
+
+def child(code: str, *arguments: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})})
+
+
+# --- the same verbs over both logs
+
+
+def test_rows_come_back_in_order_however_they_were_given(make: Callable[[Clock], Log | MemoryLog]) -> None:
+    log = make(Clock())
+    log.append("timeline", interval(0))
+    log.append("timeline", [interval(1), interval(2)])
+    log.append("timeline", [])
+    log.append("timeline", intervals(5)[3:])
+    shuffled = intervals(8)[5:][["stop_s", "phase", "rank", "start_s", "role"]]
+    log.append("timeline", shuffled)
+    np.testing.assert_array_equal(log.rows("timeline"), intervals(8))
+    log.flush()
+    log.append("timeline", interval(8))
+    log.close()
+    log.close()
+    np.testing.assert_array_equal(log.rows("timeline"), intervals(9))
+    with pytest.raises(AssertionError, match="closed"):
+        log.append("timeline", interval(9))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": 1}, "unknown columns \\['extra'\\]"),
+        ({"phase": None}, "numbers expected"),
+        ({"phase": 0.5}, "integers from 0 to 255"),
+        ({"phase": 256}, "integers from 0 to 255"),
+        ({"rank": float("nan")}, "integers from"),
+        ({"start_s": "soon"}, "numbers expected"),
+    ],
+)
+def test_what_a_column_cannot_hold_is_refused(make: Callable[[Clock], Log | MemoryLog], change: dict[str, Any], message: str) -> None:
+    log = make(Clock())
+    with pytest.raises(ValueError, match=message):
+        log.append("timeline", {**interval(0), **change})
+    with pytest.raises(ValueError, match="missing columns \\['rank', 'role'\\]"):
+        log.append("timeline", {name: value for name, value in interval(0).items() if name not in ("rank", "role")})
+    with pytest.raises(ValueError, match="no table 'times'; tables: steps"):
+        log.append("times", interval(0))
+    with pytest.raises(ValueError, match="at most 24 fit"):
+        log.event(0, "a kind of more than 24 bytes", "text")
+    assert len(log.rows("timeline")) == len(log.rows("events")) == 0
+
+
+def test_long_event_takes_several_rows(make: Callable[[Clock], Log | MemoryLog]) -> None:
+    log = make(Clock())
+    text = "ß" * 300 + "end"
+    log.event(3, "warning", text, time_s=1.5)
+    log.event(3, "note", "")
+    rows = log.rows("events")
+    assert "".join(row["text"].decode() for row in rows if row["kind"] == b"warning") == text
+    assert [len(row["text"]) for row in rows] == [240, 240, 123, 0]
+    assert set(rows["time_s"][:3]) == {1.5}
+
+
+@given(text=st.text(), width=st.integers(4, 9))
+def test_splitting_loses_nothing_and_keeps_to_the_width(text: str, width: int) -> None:
+    parts = split_utf8(text, width)
+    assert "".join(parts) == text
+    assert all(len(part.encode()) <= width for part in parts)
+
+
+@settings(max_examples=30)
+@given(parts=st.lists(st.tuples(st.sampled_from(["timeline", "evaluations", "ranks"]), st.integers(0, 5)), max_size=20))
+def test_file_and_memory_agree_on_any_order_of_appends(parts: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    logs = [kind.create(tmp_path_factory.mktemp("log") / "log.h5", {}, Clock()) for kind in (Log, MemoryLog)]
+    for k, (table, num) in enumerate(parts):
+        rows = np.zeros(num, TABLES[table].dtype)
+        rows[TABLES[table].column_names[0]] = k
+        for log in logs:
+            log.append(table, rows)
+            if k % 3 == 0:
+                log.flush()
+    for log in logs:
+        log.close()
+    for table in TABLES:
+        np.testing.assert_array_equal(logs[0].rows(table), logs[1].rows(table))
+
+
+# --- the file
+
+
+def test_append_flushes_once_per_second(tmp_path: Path) -> None:
+    clock = Clock()
+    log = Log.create(tmp_path / "log.h5", {}, clock)
+    on_disk = []
+    for now_s in (0.0, 0.5, 0.99, 1.0, 1.5, 2.1):
+        clock.now_s = now_s
+        log.append("timeline", interval(0))
+        on_disk.append(len(read_table(log.path, "timeline")))
+    assert on_disk == [0, 0, 0, 4, 4, 6]
+
+
+def test_attributes_explain_the_file(tmp_path: Path) -> None:
+    log = Log.create(tmp_path / "log.h5", {"config": "name: größe\n", "fingerprint": "", "cores": 3, "share": 0.25}, Clock())
+    attributes = read_attributes(log.path)
+    assert attributes["config"] == "name: größe\n"
+    assert (attributes["fingerprint"], attributes["cores"], attributes["share"], attributes["start_s"]) == ("", 3, 0.25, 0.0)
+    assert abs(attributes["start_unix"] - time.time()) < 60
+    log.close()
+    with h5py.File(log.path, "r") as file:  # after a clean end plain h5py opens it too
+        assert file["steps"].attrs["wall_s"].decode().startswith("[s] duration")
+        assert file["timeline"].attrs["phase_names"][:3].astype(str).tolist() == ["start", "decode", "gated"]
+        assert set(file) == set(TABLES)
+        fixed = [h5py.check_string_dtype(file["events"].dtype[name]) for name in ("kind", "text")]
+        assert [(info.encoding, info.length) for info in fixed] == [("utf-8", 24), ("utf-8", 240)]
+
+
+OPENERS = """
+import h5py, sys
+for mode, options in (("a", {}), ("r+", {"locking": False}), ("r+", {"libver": "latest"})):
+    try:
+        h5py.File(sys.argv[1], mode, **options)
+    except OSError as error:
+        print("refused" if "already open for write" in str(error) else error)
+try:
+    from pathlib import Path
+    from areal_hpc.observe.telemetry import Log
+    Log.create(Path(sys.argv[1]), {})
+except FileExistsError as error:
+    print("refused" if "each attempt has its own" in str(error) else error)
+with h5py.File(sys.argv[1], "r", swmr=True) as file:
+    print(len(file["timeline"]))
+"""
+
+
+@pytest.mark.parametrize("locking", ["FALSE", "TRUE", "BEST_EFFORT"])
+def test_second_writer_is_refused_and_readers_are_not(tmp_path: Path, locking: str) -> None:
+    log = Log.create(tmp_path / "log.h5", {}, Clock())
+    log.append("timeline", intervals(5))
+    log.flush()
+    result = child(OPENERS, log.path, environment={"HDF5_USE_FILE_LOCKING": locking})
+    assert result.stdout.split() == ["refused"] * 4 + ["5"], result.stderr
+    log.append("timeline", interval(5))
+    log.close()
+    np.testing.assert_array_equal(read_table(log.path, "timeline"), intervals(6))
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from areal_hpc.observe.telemetry import Log
+log = Log.create(Path(sys.argv[1]), {"config": "x"}, flush_interval_s=0.0)
+for k in range(1000000):
+    log.append("timeline", [{"rank": j % 3, "role": j % 2, "phase": j % 16, "start_s": float(j), "stop_s": j + 0.5} for j in range(7 * k, 7 * k + 7)])
+    log.event(0, "count", str(k))
+    print(7 * k + 7, flush=True)
+"""
+
+
+@pytest.mark.parametrize("locking", ["FALSE", "TRUE"])
+def test_killed_writer_leaves_a_prefix_that_was_readable_all_along(tmp_path: Path, locking: str) -> None:
+    path = tmp_path / "log.h5"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HDF5_USE_FILE_LOCKING": locking}
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, env=environment) as writer:
+        assert writer.stdout is not None
+        live = []
+        for _ in range(300):
+            acknowledged = int(writer.stdout.readline())
+            if acknowledged % 210 == 0:
+                live.append((acknowledged, len(read_table(path, "timeline"))))
+        os.kill(writer.pid, signal.SIGKILL)
+        acknowledged = max([acknowledged, *(int(line) for line in writer.stdout.read().split("\n")[:-1])])
+    assert len(live) == 10 and all(seen >= written for written, seen in live)
+    rows = read_table(path, "timeline")
+    assert acknowledged <= len(rows) <= acknowledged + 7, "every acknowledged row is there, and at most the batch under way besides"
+    np.testing.assert_array_equal(rows, intervals(len(rows)))
+    assert [int(text) for text in read_table(path, "events")["text"]] == list(range(len(read_table(path, "events"))))
+    assert read_attributes(path)["config"] == "x"
+
+
+FULL = """
+import os, resource, signal, sys
+from pathlib import Path
+from areal_hpc.observe.telemetry import Log
+if sys.argv[2] != "0":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+log = Log.create(Path(sys.argv[1]), {})
+for k in range(int(sys.argv[3])):
+    log.append("timeline", [{"rank": j % 3, "role": j % 2, "phase": j % 16, "start_s": float(j), "stop_s": j + 0.5} for j in range(40 * k, 40 * k + 40)])
+    log.event(0, "nan", str(k), time_s=float("nan"))
+    log.event(0, "inf", str(k), time_s=float("inf"))
+    log.flush()
+log.close()
+print(log.degraded, len(log.rows("timeline")) if sys.argv[2] == "0" else "")
+if sys.argv[2] != "0":
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("limit_bytes", [120_000, 131_072, 199_999])
+def test_refused_write_goes_on_as_text_without_gap_or_double(tmp_path: Path, limit_bytes: int) -> None:
+    path, flushes = tmp_path / "log.h5", limit_bytes // 1600
+    result = child(FULL, path, limit_bytes, flushes)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("True")
+    assert result.stderr.count("WARNING") == 1 and "log.degraded.jsonl" in result.stderr
+    np.testing.assert_array_equal(read_table(path, "timeline"), intervals(40 * flushes))
+    with open_log(path) as file:
+        assert 0 < len(file["timeline"]) < 40 * flushes, "part of the rows is in each file"
+    events = read_table(path, "events")
+    assert events["text"].astype(int).tolist() == [k for k in range(flushes) for _ in range(2)]
+    assert np.isnan(events["time_s"][::2]).all() and np.isposinf(events["time_s"][1::2]).all()
+    with sidecar_path(path).open("a") as file:
+        file.write('{"table": "timeline", "row": 99')  # a line that a kill cut
+    assert len(read_table(path, "timeline")) == 40 * flushes
+
+
+def test_full_disk_ends_cleanly_even_without_a_hard_exit(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        result = child(FULL, tmp_path / "log.h5", 0, 400)
+        saved = read_table(tmp_path / "log.h5", "timeline")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["True", str(len(saved))], "the writer itself can read what was saved"
+    np.testing.assert_array_equal(saved, intervals(len(saved)))
+    assert "could not be saved" in result.stderr and len(saved) % 40 == 0
+    unsaved = [json.loads(line) for line in result.stderr.splitlines() if line.startswith('{"table": "events"')]
+    assert unsaved[-1]["text"] == "399", "events that no disk took are on stderr"
+
+
+def test_rows_of_a_large_table_are_read_fast(tmp_path: Path) -> None:
+    log = Log.create(tmp_path / "log.h5", {}, Clock())
+    rows = np.zeros(1_000_000, TABLES["trajectories"].dtype)
+    rows["ticket"] = np.arange(len(rows))
+    log.append("trajectories", rows)
+    log.close()
+    started_s = time.perf_counter()
+    read = read_table(log.path, "trajectories")
+    assert time.perf_counter() - started_s < 2.0
+    np.testing.assert_array_equal(read["ticket"], rows["ticket"])
+
+
+def test_cost_of_logging_a_step(tmp_path: Path) -> None:
+    """A step of 512 trajectories on 64 ranks, flushed: a few milliseconds, so below 1 % of any step of half a second."""
+    log = Log.create(tmp_path / "log.h5", {})
+    tables = {"steps": 1, "trajectories": 512, "timeline": 512, "ranks": 64, "pushes": 1}
+    rows = {table: np.zeros(num, TABLES[table].dtype) for table, num in tables.items()}
+    seconds = []
+    for _ in range(20):
+        started_s = time.perf_counter()
+        for table in tables:
+            log.append(table, rows[table])
+        log.flush()
+        seconds.append(time.perf_counter() - started_s)
+    assert np.median(seconds) < 0.02
+
+
+def test_a_structured_array_is_copied(tmp_path: Path) -> None:
+    log = Log.create(tmp_path / "log.h5", {}, Clock())
+    rows = intervals(2)
+    log.append("timeline", rows)
+    rows["rank"] = 99
+    np.testing.assert_array_equal(log.rows("timeline"), intervals(2))
+    assert to_rows("timeline", intervals(1)[0:1][0:0]).size == 0

@@ -1,0 +1,83 @@
+"""Small models and global batches that the trainer's tests share."""
+
+import numpy as np
+import torch
+
+from areal_hpc import config
+from areal_hpc.models import hf
+from areal_hpc.models.decoder import DecoderConfig
+from areal_hpc.train.batching import plan_batch
+from areal_hpc.train.trainer import LocalBatch, Trainer
+from areal_hpc.transport.trajectory import Status, Trajectory
+
+TINY = DecoderConfig(
+    model_type="qwen2",
+    vocab_size=23,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    tie_word_embeddings=True,
+    max_position_embeddings=128,
+    eos_token_id=0,
+    initializer_range=0.2,
+)
+
+
+def trajectories(seed: int, num: int = 12, group_size: int = 3) -> list[Trajectory]:
+    """Random prompts and answers of varying length with made-up behaviour log-probabilities."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for k in range(num):
+        if k % group_size == 0:
+            prompt_P = rng.integers(1, TINY.vocab_size, rng.integers(2, 9)).astype(np.int32)
+        num_tokens = int(rng.integers(1, 30))
+        result.append(
+            Trajectory(
+                ticket=k // group_size,
+                sample=k % group_size,
+                prompt_P=prompt_P,
+                tokens_R=rng.integers(0, TINY.vocab_size, num_tokens).astype(np.int32),
+                logprobs_R=rng.normal(-3, 0.5, num_tokens).astype(np.float32),
+                versions_R=np.sort(rng.integers(0, 3, num_tokens)).astype(np.int32),
+                reward=float(rng.choice([5.0, -5.0])),
+                status=Status.RIGHT,
+            )
+        )
+    return result
+
+
+def local_batch(
+    trajs: list[Trajectory], *, num_ranks: int = 1, role_rank: int = 0, num_minibatches: int = 1, capacity: int = 64, min_microbatches: int = 1, masked=()
+) -> LocalBatch:
+    """What training rank `role_rank` gets of a global batch whose advantages depend on the trajectories alone."""
+    advantage_S = np.random.default_rng(7).normal(size=len(trajs))
+    weight_S = np.array([float(s not in masked) for s in range(len(trajs))])
+    plan = plan_batch(
+        [t.num_tokens for t in trajs],
+        [t.ticket for t in trajs],
+        num_ranks=num_ranks,
+        num_minibatches=num_minibatches,
+        capacity_tokens=capacity,
+        min_microbatches=min_microbatches,
+    )
+    tokens_S = np.array([len(t.tokens_R) for t in trajs])
+    mine = np.flatnonzero(plan.rank_S == role_rank)
+    return LocalBatch(
+        trajectories=[trajs[s] for s in mine],
+        advantage_S=advantage_S[mine],
+        weight_S=weight_S[mine],
+        minibatch_S=plan.minibatch_S[mine],
+        microbatch_S=plan.microbatch_S[mine],
+        num_microbatches=plan.num_microbatches_M.tolist(),
+        trained_tokens=[int(tokens_S[(plan.minibatch_S == m) & (weight_S > 0)].sum()) for m in range(num_minibatches)],
+    )
+
+
+def tiny_trainer(mesh=None, dtype=torch.float32, **options) -> Trainer:
+    settings = {"lr": 1e-2, "adam_eps": 1e-8, "max_grad_norm": 0.5, "warmup_steps": 2} | options
+    trainer = Trainer(TINY, config.Train(**settings), temperature=0.9, device=torch.device("cpu"), mesh=mesh, dtype=dtype)
+    trainer.load(hf.build_random(TINY, seed=5).named_parameters())
+    return trainer

@@ -1,0 +1,54 @@
+"""Training ranks of test_trainer_ranks.py: `python -m train.rank_worker FOLDER NUM_RANKS...` in tests/; each rank writes what it computed to FOLDER/NUM_RANKS/rankN.pt.
+
+Ranks are forked from one process that has imported everything and started no thread: importing torch once per rank would take most of the test's time.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch._dynamo  # pulled in by the first optimiser anyway: once here instead of once per rank
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from areal_hpc.train import checkpoint
+
+from .cases import TINY, local_batch, tiny_trainer, trajectories
+
+NUM_STEPS = 3
+OPTIONS = {"adam_eps": 1e-3}  # rounding of near-zero gradients must not be blown up to steps of size lr
+
+
+def batches(num_ranks: int, role_rank: int):
+    """Mini-batches, uneven micro-batches, masked trajectories; in the last batch some micro-batches are masked altogether, hence idle."""
+    for seed in range(NUM_STEPS - 1):
+        yield local_batch(trajectories(seed), num_ranks=num_ranks, role_rank=role_rank, num_minibatches=2, capacity=50, masked=(1, 5))
+    yield local_batch(trajectories(8, num=6), num_ranks=num_ranks, role_rank=role_rank, capacity=1, masked=(0, 1, 2))
+
+
+def whole(trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.full_state()}
+
+
+def train_one_rank(role_rank: int, num_ranks: int, folder: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), num_ranks), rank=role_rank, world_size=num_ranks)
+    trainer = tiny_trainer(mesh=init_device_mesh("cpu", (num_ranks,)), **OPTIONS)
+    assert trainer.model.mesh is not None, "sharded"
+    result = {"stats": [trainer.train_batch(batch) for batch in batches(num_ranks, role_rank)], "full": whole(trainer)}
+    result["shards"] = [(shard.name, shard.shape, shard.row_start, shard.local.clone()) for shard in trainer.named_shards()]
+    checkpoint.save_checkpoint(folder / "step", trainer, {"policy_version": NUM_STEPS})
+    checkpoint.save_model(folder / "model", trainer, TINY)
+    checkpoint.load_checkpoint(folder.parent / "one" / "step", trainer)  # written by a single rank, continued by several
+    trainer.train_batch(next(batches(num_ranks, role_rank)))
+    torch.save(result | {"continued": whole(trainer)}, folder / f"rank{role_rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for num_ranks in map(int, sys.argv[2:]):
+        folder = Path(sys.argv[1]) / str(num_ranks)
+        folder.mkdir()
+        mp.start_processes(train_one_rank, (num_ranks, folder), nprocs=num_ranks, start_method="fork")

@@ -1,0 +1,73 @@
+"""Sharded training on 2 and 3 ranks (Gloo, separate processes) equals training on one rank, and checkpoints move between rank counts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_hpc.train import checkpoint
+
+from .cases import tiny_trainer
+from .rank_worker import OPTIONS, batches, whole
+
+TESTS = Path(__file__).parents[1]
+COMPARED = ("loss", "entropy", "grad_norm", "ratio_mean", "ratio_max", "clipped_share", "prox_behav_mean", "prox_behav_max", "kl_behav", "lr")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Results and checkpoint of a single rank; the folder also holds those of 2 and 3 ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    trainer = tiny_trainer(**OPTIONS)
+    stats = [trainer.train_batch(batch) for batch in batches(1, 0)]
+    checkpoint.save_checkpoint(folder / "one" / "step", trainer, {})
+    full = whole(trainer)
+    trainer.train_batch(next(batches(1, 0)))
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    subprocess.run([sys.executable, "-m", "train.rank_worker", str(folder), "2", "3"], cwd=TESTS, env=environment, check=True, timeout=120)
+    return {"folder": folder, "stats": stats, "full": full, "continued": whole(trainer)}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_do_not_change_the_result(one, num_ranks):
+    folder = one["folder"] / str(num_ranks)
+    ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+    for rank in ranks:
+        assert rank["stats"] == ranks[0]["stats"]  # the same numbers on every rank
+    for ours, theirs in zip(ranks[0]["stats"], one["stats"], strict=True):
+        assert ours.train_tokens == theirs.train_tokens
+        for name in COMPARED:
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-5, abs=1e-6), name
+    assert ranks[0]["stats"][-1].num_idle > 0
+    for kind in ("full", "continued"):
+        for name, expected in one[kind].items():
+            np.testing.assert_allclose(ranks[0][kind][name], expected, atol=1e-5, err_msg=name)
+    assert_shards_tile([rank["shards"] for rank in ranks], ranks[0]["full"])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_one_rank_reads_what_several_wrote(one, num_ranks):
+    folder = one["folder"] / str(num_ranks)
+    expected = torch.load(folder / "rank0.pt", weights_only=False)["full"]
+    single = tiny_trainer(**OPTIONS)
+    assert checkpoint.load_checkpoint(folder / "step", single) == {"policy_version": 3}
+    for loaded in (whole(single), dict(checkpoint.load_weights_from(folder / "step")), dict(checkpoint.load_weights_from(folder / "model"))):
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def assert_shards_tile(shards_by_rank, full):
+    """The ranks' rows, end to end, are the whole tensors; names, order and shapes agree; rows are torch's dim-0 chunks."""
+    assert [name for name, *_ in shards_by_rank[0]] == list(full)
+    for entries in zip(*shards_by_rank, strict=True):
+        name, shape = entries[0][:2]
+        assert all(entry[:2] == (name, shape) for entry in entries)
+        assert torch.equal(torch.cat([local for *_, local in entries]), full[name])
+        chunks = full[name].chunk(len(entries))
+        for rank, (_, _, row_start, local) in enumerate(entries):
+            assert len(local) == (len(chunks[rank]) if rank < len(chunks) else 0)
+            assert torch.equal(full[name][row_start : row_start + len(local)], local)

@@ -1,0 +1,86 @@
+"""The built model: read by `transformers` with the same loss, learns, cached under its settings, safe when two processes build it at once."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from areal_hpc.config import ConfigError, Data, Model
+from areal_hpc.data.datasets import load_problems
+from areal_hpc.models import hf
+from areal_hpc.models.decoder import Packed
+from areal_hpc.models.tokenizer import Tokenizer
+from areal_hpc.train import warmstart
+
+MODEL = Model(num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64, warmstart_steps=40, warmstart_batch_size=16, warmstart_lr=1e-2)
+DATA = Data(size=200)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return warmstart.cached_model(MODEL, DATA, tmp_path_factory.mktemp("cache"))
+
+
+def test_learned_and_equal_to_transformers(folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokens, theirs, problems = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder), load_problems(DATA)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == tokens.eos_token_id
+    reference, examples = [], [warmstart.example(problem, tokens, DATA.suffix) for problem in problems.heldout[:16]]
+    for problem, (sequence, prompt) in zip(problems.heldout, examples, strict=False):
+        assert theirs(problem.question + DATA.suffix).input_ids == sequence[:prompt].tolist()
+        assert sequence[-1] == tokens.eos_token_id
+        labels = torch.tensor(np.where(np.arange(len(sequence)) < prompt, -100, sequence))[None]
+        reference.append((float(model(torch.tensor(sequence)[None].long(), labels=labels.long()).loss.detach()), len(sequence) - prompt))
+    expected = sum(loss * count for loss, count in reference) / sum(count for _, count in reference)
+    packed = Packed.build(*zip(*examples, strict=True))
+    with torch.no_grad():
+        trained = -float(hf.load_decoder(folder)(packed).logprobs_M.mean())
+        untrained = -float(hf.build_random(hf.load_config(folder), MODEL.warmstart_seed)(packed).logprobs_M.mean())
+    assert trained == pytest.approx(expected, rel=1e-5)
+    assert trained < 0.6 * untrained
+
+
+def test_cache_depends_on_the_settings(folder, tmp_path):
+    stamp = (folder / "model.safetensors").stat().st_mtime_ns
+    assert warmstart.cached_model(MODEL, DATA, folder.parent) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "1+1", "answer": "1+1=2\n#### 2"}))
+    settings = [(MODEL, DATA), (dataclasses.replace(MODEL, warmstart_seed=1), DATA), (MODEL, dataclasses.replace(DATA, seed=1))]
+    keys = [warmstart.cache_key(*pair) for pair in (*settings, (MODEL, dataclasses.replace(DATA, path=str(rows))))]
+    rows.write_text(json.dumps({"question": "1+1", "answer": "1+1=3\n#### 3"}))
+    keys.append(warmstart.cache_key(MODEL, dataclasses.replace(DATA, path=str(rows))))
+    assert len(set(keys)) == 5
+
+
+def test_the_loser_of_a_race_takes_the_winners_model(tmp_path, monkeypatch):
+    """The second builder starts after the first has found the cache empty, and finishes before it."""
+    build, inner = warmstart.warmstart, []
+    model = dataclasses.replace(MODEL, warmstart_steps=1)
+
+    def overtaken(*args):
+        if not inner:
+            inner.append(None)
+            inner[0] = warmstart.cached_model(model, DATA, tmp_path)
+            (inner[0] / "winner").touch()
+        build(*args)
+
+    monkeypatch.setattr(warmstart, "warmstart", overtaken)
+    outer = warmstart.cached_model(model, DATA, tmp_path)
+    assert inner == [outer]
+    assert (outer / "winner").exists()
+    assert list(tmp_path.iterdir()) == [outer]
+
+
+def test_zero_steps_leave_random_weights_and_need_no_solutions(tmp_path):
+    data = dataclasses.replace(DATA, tasks=("letter_counting",))
+    with pytest.raises(ConfigError, match="no worked solution"):
+        warmstart.cached_model(MODEL, data, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    folder = warmstart.cached_model(dataclasses.replace(MODEL, warmstart_steps=0), data, tmp_path)
+    expected = hf.build_random(hf.load_config(folder), MODEL.warmstart_seed)
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in hf.load_weights(folder))
