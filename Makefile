@@ -10,7 +10,9 @@ help: ## these lines
 
 demo: ## train the small model by asynchronous RL (SEED=1 for another seed) and write a report
 	@env/bootstrap run
-	@.venv/bin/areal-hpc run laptop --seed $(SEED) $(ARGS)
+	@run=runs/demo-seed$(SEED)-$$(date +%Y%m%d-%H%M%S) && \
+	    .venv/bin/areal-hpc run laptop --seed $(SEED) --run-dir $$run $(ARGS) && \
+	    .venv/bin/areal-hpc report $$run
 
 test: ## the tests that fit in a coffee break (ARGS="-k ring" for some of them)
 	@env/bootstrap dev openmpi

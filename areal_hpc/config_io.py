@@ -119,16 +119,14 @@ def parse_options(args: Sequence[str], base: Config, prog: str) -> Config:
     return config
 
 
-def _one_line(box: str) -> str:
-    """tyro's framed message without the frame and the hints below the first rule."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip(" │|") for line in text.splitlines()]
-    kept = []
-    for line in lines:
-        if line.startswith(("╭", "╰", "For full helptext", "To see the full")):
-            continue
-        if set(line) <= set("─-") and kept:
-            break
-        if line:
-            kept.append(line)
-    return " ".join(kept)
+def _one_line(said: str) -> str:
+    """What tyro says, without title, frame and hints: it rules sections off by lines of dashes, and frames them on terminals that have the characters."""
+    sections: list[list[str]] = [[]]
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", said).splitlines():
+        text = line.strip(" │")
+        if text and set(text) <= set("─-"):
+            sections.append([])
+        elif text and not text.startswith(("╭", "╰")):
+            sections[-1].append(text)
+    message = sections[0 if "╭" in said else 1]
+    return " ".join(message).rstrip(".")

@@ -193,7 +193,7 @@ def train(
     finished = steps == config.train.num_steps
     with phases("save"):
         if finished:
-            save_model(attempt_dir.parent / "model", trainer, tokenizer_files)
+            save_model(attempt_dir.parent / "model", trainer, decoder_config, tokenizer_files)
         else:
             save(steps)
     summary = end_run(rank, finished=finished)

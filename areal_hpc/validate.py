@@ -19,8 +19,9 @@ def check_inputs(config: Config) -> None:
         from areal_hpc.data.worked import worked_solution
 
         if config.model.warmstart_steps:
-            worked_solution(problems.train[0])  # raises when the tasks have no worked solutions to warm-start on
-        tokenizer = build(problems)
+            for problem in {problem.source: problem for problem in problems.train}.values():
+                worked_solution(problem)  # raises when a task has no worked solutions to warm-start on
+        tokenizer = build(problems, config.data.suffix)
     limit = config.data.max_prompt_tokens
     for split in (problems.train, problems.heldout):
         for problem in split:

@@ -1,4 +1,5 @@
-// areal_hpc._ring: the ring and crc32c for Python. Every wait, copy or sum of unknown length runs without the GIL. transport/ring.py adds deadlines.
+// areal_hpc._ring: the ring and crc32c for Python. Every wait, copy or sum of unknown length runs without the GIL. transport/ring.py adds
+// deadlines.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -32,7 +33,8 @@ class Record {
 
   const RecordHeader& header() const { return view_.header; }
   const uint8_t* payload() const {
-    if (released_) throw RingError("the record of ticket " + std::to_string(header().ticket) + " has been released: its bytes belong to the producer");
+    if (released_)
+      throw RingError("the record of ticket " + std::to_string(header().ticket) + " has been released: its bytes belong to the producer");
     return reinterpret_cast<const uint8_t*>(view_.payload);
   }
   bool released() const { return released_; }
@@ -57,7 +59,8 @@ std::unique_ptr<Record> try_peek(const std::shared_ptr<Consumer>& consumer) {
   return view ? std::make_unique<Record>(consumer, *view) : nullptr;
 }
 
-std::shared_ptr<Consumer> make_consumer(const std::string& name, uint64_t capacity_bytes, uint32_t lane, uint64_t job_id, uint64_t restart_id, bool checksum, bool poison) {
+std::shared_ptr<Consumer> make_consumer(const std::string& name, uint64_t capacity_bytes, uint32_t lane, uint64_t job_id,
+                                        uint64_t restart_id, bool checksum, bool poison) {
   return std::make_shared<Consumer>(name, capacity_bytes, LaneOptions{lane, job_id, restart_id, checksum}, poison);
 }
 
@@ -134,10 +137,11 @@ void define_record(nb::module_& m) {
       .def_prop_ro("num_samples", [](const Record& r) { return r.header().num_samples; })
       .def_prop_ro("commit_time_s", [](const Record& r) { return r.header().commit_time_s; })
       .def_prop_ro("header", [](const Record& r) { return nb::bytes(reinterpret_cast<const char*>(&r.header()), sizeof(RecordHeader)); })
-      .def_prop_ro("buffer", [](nb::handle_t<Record> self) {
-        const auto& record = nb::cast<const Record&>(self);
-        return ReadOnlyView(record.payload(), {record.header().payload_bytes}, self);
-      })
+      .def_prop_ro("buffer",
+                   [](nb::handle_t<Record> self) {
+                     const auto& record = nb::cast<const Record&>(self);
+                     return ReadOnlyView(record.payload(), {record.header().payload_bytes}, self);
+                   })
       .def_prop_ro("released", &Record::released)
       .def("release", &Record::release)
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
@@ -147,8 +151,9 @@ void define_record(nb::module_& m) {
            })
       .def("__repr__", [](const Record& r) {
         const RecordHeader& h = r.header();
-        return "<Record lane " + std::to_string(h.lane) + " seq " + std::to_string(h.seq) + ": " + (h.kind == Kind::kMarker ? "marker " : "ticket ") +
-               std::to_string(h.ticket) + ", " + std::to_string(h.payload_bytes) + " bytes>";
+        return "<Record lane " + std::to_string(h.lane) + " seq " + std::to_string(h.seq) + ": " +
+               (h.kind == Kind::kMarker ? "marker " : "ticket ") + std::to_string(h.ticket) + ", " + std::to_string(h.payload_bytes) +
+               " bytes>";
       });
 }
 
@@ -168,7 +173,8 @@ void define_consumer(nb::module_& m) {
       .def("counters", &counters)
       .def("unlink", &Consumer::unlink)
       .def("close", &Consumer::close);
-  m.def("make_consumer", &make_consumer, "name"_a, "capacity_bytes"_a, nb::kw_only(), "lane"_a, "job_id"_a, "restart_id"_a, "checksum"_a, "poison"_a);
+  m.def("make_consumer", &make_consumer, "name"_a, "capacity_bytes"_a, nb::kw_only(), "lane"_a, "job_id"_a, "restart_id"_a, "checksum"_a,
+        "poison"_a);
   m.def("try_peek", &try_peek, "consumer"_a);
 }
 
@@ -199,7 +205,8 @@ void define_producer(nb::module_& m) {
             return p.commit({ticket, version_min, version_max, num_tokens, num_samples});
           },
           "ticket"_a, "version_min"_a, "version_max"_a, "num_tokens"_a, "num_samples"_a)
-      .def("commit_marker", [](Producer& p, int64_t marker_id) { return p.commit({.ticket = marker_id}, Kind::kMarker); }, "marker_id"_a)
+      .def(
+          "commit_marker", [](Producer& p, int64_t marker_id) { return p.commit({.ticket = marker_id}, Kind::kMarker); }, "marker_id"_a)
       .def("abort", &Producer::abort)
       .def("beat", &Producer::beat)
       .def("close", &Producer::close);

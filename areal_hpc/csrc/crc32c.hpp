@@ -1,7 +1,8 @@
 // CRC32C (Castagnoli, RFC 3720 appendix B.4; reflected polynomial 0x82f63b78), with the processor's instruction where there is one.
 //
-// The instruction takes 8 bytes a cycle but its result comes three cycles later, so long buffers are cut into three streams that run interleaved. Their
-// sums are joined by the linear operator "append L zero bytes" (multiplication by x^8L modulo the polynomial), kept as tables: Mark Adler's scheme.
+// The instruction takes 8 bytes a cycle but its result comes three cycles later, so long buffers are cut into three streams that run
+// interleaved. Their sums are joined by the linear operator "append L zero bytes" (multiplication by x^8L modulo the polynomial), kept as
+// tables: Mark Adler's scheme.
 
 #pragma once
 
@@ -74,18 +75,22 @@ constexpr uint32_t multiply(uint32_t a, uint32_t b) {
 struct ZerosOperator {
   std::array<std::array<uint32_t, 256>, 4> table{};
   explicit ZerosOperator(int log2_bytes) {
-    uint32_t power = 1u << 30;                                                           // x^1
+    uint32_t power = 1u << 30;                                                // x^1
     for (int i = 0; i < log2_bytes + 3; ++i) power = multiply(power, power);  // x^(8 * bytes)
     for (uint32_t byte = 0; byte < 256; ++byte) {
       for (int k = 0; k < 4; ++k) table[k][byte] = multiply(power, byte << (8 * k));
     }
   }
-  uint32_t operator()(uint32_t crc) const { return table[0][crc & 0xff] ^ table[1][(crc >> 8) & 0xff] ^ table[2][(crc >> 16) & 0xff] ^ table[3][crc >> 24]; }
+  uint32_t operator()(uint32_t crc) const {
+    return table[0][crc & 0xff] ^ table[1][(crc >> 8) & 0xff] ^ table[2][(crc >> 16) & 0xff] ^ table[3][crc >> 24];
+  }
 };
 
 #if defined(__x86_64__)
 #define AREAL_HPC_CRC_TARGET __attribute__((target("sse4.2")))
-inline AREAL_HPC_CRC_TARGET uint32_t step8(uint32_t crc, const uint8_t* data) { return static_cast<uint32_t>(_mm_crc32_u64(crc, load_u64(data))); }
+inline AREAL_HPC_CRC_TARGET uint32_t step8(uint32_t crc, const uint8_t* data) {
+  return static_cast<uint32_t>(_mm_crc32_u64(crc, load_u64(data)));
+}
 inline AREAL_HPC_CRC_TARGET uint32_t step1(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
 inline bool have_instruction() { return __builtin_cpu_supports("sse4.2"); }
 #elif defined(__aarch64__)

@@ -3,9 +3,9 @@
 //   offset 0      LaneHeader, one page
 //   offset 4096   data: `capacity_bytes` bytes of records, used as a circle
 //
-// A record is a 64-byte RecordHeader and its payload, padded to a multiple of 64 bytes. It never wraps: where it does not fit before the end of the data,
-// a padding record fills the rest. Positions (head, tail) count bytes since the lane was made, so `position % capacity_bytes` is the offset and
-// `tail - head` the bytes in use; at a terabyte a second they overflow after half a year.
+// A record is a 64-byte RecordHeader and its payload, padded to a multiple of 64 bytes. It never wraps: where it does not fit before the
+// end of the data, a padding record fills the rest. Positions (head, tail) count bytes since the lane was made, so `position %
+// capacity_bytes` is the offset and `tail - head` the bytes in use; at a terabyte a second they overflow after half a year.
 
 #pragma once
 

@@ -1,8 +1,8 @@
 // Shared memory of a lane: made by the consumer, found by the producer, swept after a crash; and who is alive.
 //
-// Names are "/areal_hpc.<name>". The name is needed only until both ends are attached: the consumer unlinks it then, and the kernel frees the memory
-// with the last mapping, however the processes end. A name left by a crash before that is replaced by the next consumer of that name and found by
-// sweep_stale(). A maker holds flock(2) on the file until `magic` is set, so a half-made segment is told from debris.
+// Names are "/areal_hpc.<name>". The name is needed only until both ends are attached: the consumer unlinks it then, and the kernel frees
+// the memory with the last mapping, however the processes end. A name left by a crash before that is replaced by the next consumer of that
+// name and found by sweep_stale(). A maker holds flock(2) on the file until `magic` is set, so a half-made segment is told from debris.
 
 #pragma once
 
@@ -44,8 +44,8 @@ inline uint64_t monotonic_ns() {
   return static_cast<uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(t.tv_nsec);
 }
 
-// Names a process for ever: pid in the high half, low half of its start time (clock ticks since boot, proc(5) stat field 22) in the other, because pids
-// are used again. 0: no such process, or only its unreaped remains.
+// Names a process for ever: pid in the high half, low half of its start time (clock ticks since boot, proc(5) stat field 22) in the other,
+// because pids are used again. 0: no such process, or only its unreaped remains.
 inline uint64_t process_tag(pid_t pid) {
   char path[32];
   std::snprintf(path, sizeof path, "/proc/%d/stat", static_cast<int>(pid));
@@ -109,7 +109,8 @@ class Segment {
   // Asks for huge pages and takes every page fault now, not in the middle of a record. (A failure costs speed only.)
   void prefault(bool maker) const {
     ::madvise(base_, num_bytes_, MADV_HUGEPAGE);
-    if (maker) ::madvise(base_, num_bytes_, MADV_COLLAPSE);  // else the pages that posix_fallocate made stay small until khugepaged passes by
+    if (maker)
+      ::madvise(base_, num_bytes_, MADV_COLLAPSE);  // else the pages that posix_fallocate made stay small until khugepaged passes by
     if (::madvise(base_, num_bytes_, MADV_POPULATE_WRITE) == 0) return;
     for (uint64_t page = 0; page < num_bytes_; page += kPageBytes) (void)static_cast<volatile const char*>(base_)[page];
   }
@@ -185,9 +186,11 @@ struct LaneOptions {
   bool checksum = true;
 };
 
-// Makes the segment of a lane. The memory is taken here, by the consumer and so on its NUMA node; a full /dev/shm is an ENOSPC here, never a SIGBUS later.
+// Makes the segment of a lane. The memory is taken here, by the consumer and so on its NUMA node; a full /dev/shm is an ENOSPC here, never
+// a SIGBUS later.
 inline std::shared_ptr<Segment> create_lane(const std::string& name, uint64_t capacity_bytes, const LaneOptions& options) {
-  if (capacity_bytes == 0 || capacity_bytes > uint64_t{1} << 46) throw std::invalid_argument("a lane's capacity is 1 byte to 64 TiB, not " + std::to_string(capacity_bytes));
+  if (capacity_bytes == 0 || capacity_bytes > uint64_t{1} << 46)
+    throw std::invalid_argument("a lane's capacity is 1 byte to 64 TiB, not " + std::to_string(capacity_bytes));
   if (options.lane > 0xffff) throw std::invalid_argument("a lane's number is 0 to 65535, not " + std::to_string(options.lane));
   const uint64_t capacity = (capacity_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   const FileDescriptor file(memory_detail::claim_name(name));
@@ -214,8 +217,8 @@ inline std::shared_ptr<Segment> create_lane(const std::string& name, uint64_t ca
   return segment;
 }
 
-// The segment of that name once its consumer has made it, else null and in `reason` why not yet. A segment whose consumer is dead belongs to an earlier
-// attempt and will be replaced, so it is waited out; one that lives but is not ours is an error.
+// The segment of that name once its consumer has made it, else null and in `reason` why not yet. A segment whose consumer is dead belongs
+// to an earlier attempt and will be replaced, so it is waited out; one that lives but is not ours is an error.
 inline std::shared_ptr<Segment> open_lane(const std::string& name, uint64_t job_id, uint64_t restart_id, std::string& reason) {
   const std::string path = shm_name(name);
   const FileDescriptor file(::shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0));
@@ -235,13 +238,15 @@ inline std::shared_ptr<Segment> open_lane(const std::string& name, uint64_t job_
     reason = "its consumer is making it";
     return nullptr;
   }
-  if (header.pid_namespace != pid_namespace()) throw LaneMismatch("lane '" + name + "': its consumer is in another PID namespace, where liveness cannot be seen");
+  if (header.pid_namespace != pid_namespace())
+    throw LaneMismatch("lane '" + name + "': its consumer is in another PID namespace, where liveness cannot be seen");
   if (!is_alive(header.consumer_tag)) {
     reason = "the segment of that name is left from a consumer that died";
     return nullptr;
   }
   const auto check = [&](const char* what, uint64_t found, uint64_t wanted) {
-    if (found != wanted) throw LaneMismatch("lane '" + name + "' has " + what + " " + std::to_string(found) + ", not " + std::to_string(wanted));
+    if (found != wanted)
+      throw LaneMismatch("lane '" + name + "' has " + what + " " + std::to_string(found) + ", not " + std::to_string(wanted));
   };
   check("layout version", header.layout_version, kLayoutVersion);
   check("job id", header.job_id, job_id);
@@ -256,7 +261,8 @@ inline std::vector<std::string> sweep_stale() {
   std::vector<std::string> names, removed;
   if (DIR* folder = ::opendir("/dev/shm")) {
     while (const dirent* entry = ::readdir(folder)) {
-      if (std::strncmp(entry->d_name, kNamePrefix, std::strlen(kNamePrefix)) == 0) names.emplace_back(entry->d_name + std::strlen(kNamePrefix));
+      if (std::strncmp(entry->d_name, kNamePrefix, std::strlen(kNamePrefix)) == 0)
+        names.emplace_back(entry->d_name + std::strlen(kNamePrefix));
     }
     ::closedir(folder);
   }

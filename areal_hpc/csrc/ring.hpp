@@ -5,12 +5,13 @@
 //   ... write into slot ...                       ... read record->payload ...
 //   commit(fields)  or  abort()                   release(record->lease)
 //
-// A record becomes visible by one store of `tail`, after payload, checksum and header are written: a producer killed at any instruction leaves either a
-// whole record or none. Several records may be leased at once and released in any order; space goes back in the order of the lane, so a long lease holds
-// back what is behind it. A trap: the slot and the views are windows into the circle; after commit, abort or release the bytes there belong to others.
+// A record becomes visible by one store of `tail`, after payload, checksum and header are written: a producer killed at any instruction
+// leaves either a whole record or none. Several records may be leased at once and released in any order; space goes back in the order of
+// the lane, so a long lease holds back what is behind it. A trap: the slot and the views are windows into the circle; after commit, abort
+// or release the bytes there belong to others.
 //
-// Labels P0 (layout.hpp), P1, P2, P3 name the two sides of each pair of memory orders. Where the pair must also order a store before a later load of
-// *another* location (sleep and wake), both sides are seq_cst.
+// Labels P0 (layout.hpp), P1, P2, P3 name the two sides of each pair of memory orders. Where the pair must also order a store before a
+// later load of *another* location (sleep and wake), both sides are seq_cst.
 
 #pragma once
 
@@ -53,11 +54,13 @@ inline void pause() {
 #endif
 }
 
-// The futex is the low half of the position itself. All positions are multiples of 64 and a wait looks at it at least every 50 ms, so a change that
-// wraps to the same value is no worse than a late wake-up.
+// The futex is the low half of the position itself. All positions are multiples of 64 and a wait looks at it at least every 50 ms, so a
+// change that wraps to the same value is no worse than a late wake-up.
 inline uint32_t* futex_word(std::atomic<uint64_t>& position) { return reinterpret_cast<uint32_t*>(&position); }
 
-inline void wake(std::atomic<uint64_t>& position) { ::syscall(SYS_futex, futex_word(position), FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0); }
+inline void wake(std::atomic<uint64_t>& position) {
+  ::syscall(SYS_futex, futex_word(position), FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+}
 
 // Waits for `ready()`, which reads `position` with acquire: 50 us spinning, then asleep. False: not within `timeout_s`.
 template <class Ready>
@@ -73,8 +76,9 @@ bool wait(std::atomic<uint64_t>& position, std::atomic<uint32_t>& sleeper, doubl
   } while (monotonic_ns() < spin_until);
   bool is_ready = false;
   for (uint64_t now = monotonic_ns(); !is_ready && now < deadline; now = monotonic_ns()) {
-    sleeper.store(1, std::memory_order_seq_cst);                       // P3: announced before the position is looked at once more ...
-    const uint64_t seen = position.load(std::memory_order_seq_cst);  // P3: ... so either this sees the peer's store or the peer sees the announcement
+    sleeper.store(1, std::memory_order_seq_cst);  // P3: announced before the position is looked at once more ...
+    const uint64_t seen =
+        position.load(std::memory_order_seq_cst);  // P3: ... so either this sees the peer's store or the peer sees the announcement
     is_ready = ready();
     if (is_ready) break;
     const uint64_t nap = std::min(deadline - now, kFutexCap_ns);
@@ -97,7 +101,8 @@ struct RecordFields {
 // The writing end. One thread at a time.
 class Producer {
  public:
-  // Attaches to the lane; LaneBusy if a living producer has it. The next producer after a dead one goes on behind its last committed record.
+  // Attaches to the lane; LaneBusy if a living producer has it. The next producer after a dead one goes on behind its last committed
+  // record.
   explicit Producer(std::shared_ptr<Segment> segment)
       : segment_(std::move(segment)), header_(segment_->header()), owner_(::getpid()), capacity_(header_.capacity_bytes) {
     uint64_t holder = header_.producer_tag.load(std::memory_order_acquire);
@@ -107,8 +112,8 @@ class Producer {
     }
     incarnation_ = header_.incarnation.load(std::memory_order_relaxed) + 1;
     header_.incarnation.store(incarnation_, std::memory_order_release);  // after the tag: who sees it asks about the right process
-    tail_ = header_.tail.load(std::memory_order_acquire);  // a dead predecessor's last commit
-    head_ = header_.head.load(std::memory_order_acquire);  // pairs with P2
+    tail_ = header_.tail.load(std::memory_order_acquire);                // a dead predecessor's last commit
+    head_ = header_.head.load(std::memory_order_acquire);                // pairs with P2
     beat();
   }
   ~Producer() { close(); }
@@ -130,7 +135,8 @@ class Producer {
     if (closed_) throw LaneClosed(name() + " is closed");
     if (reserved_) throw std::logic_error(name() + ": the slot reserved before is neither committed nor aborted");
     if (num_bytes > max_record_bytes()) {
-      throw RecordTooLarge(name() + ": a record of " + std::to_string(num_bytes) + " bytes is larger than a quarter of its capacity of " + std::to_string(capacity_) + " bytes");
+      throw RecordTooLarge(name() + ": a record of " + std::to_string(num_bytes) + " bytes is larger than a quarter of its capacity of " +
+                           std::to_string(capacity_) + " bytes");
     }
     beat();
     const uint64_t total = kAlignment + aligned(num_bytes), offset = tail_ % capacity_;
@@ -149,18 +155,22 @@ class Producer {
 
   // Waits until the record refused last fits (or the consumer closes the lane, which the next try_reserve reports).
   bool wait_for_room(double timeout_s) {
-    const bool room = ring_detail::wait(header_.head, header_.producer_waits, timeout_s, [this] { return fits() || header_.consumer_closed.load(std::memory_order_acquire); });
+    const bool room = ring_detail::wait(header_.head, header_.producer_waits, timeout_s,
+                                        [this] { return fits() || header_.consumer_closed.load(std::memory_order_acquire); });
     beat();
     return room;
   }
 
   // True if a blocking reserve on this thread would wait for this very thread to consume.
-  bool consumed_by_this_thread() const { return header_.consumer_thread.load(std::memory_order_relaxed) == static_cast<uint32_t>(::gettid()); }
+  bool consumed_by_this_thread() const {
+    return header_.consumer_thread.load(std::memory_order_relaxed) == static_cast<uint32_t>(::gettid());
+  }
 
   // Publishes the reserved slot; returns its sequence number.
   uint64_t commit(const RecordFields& fields, Kind kind = Kind::kData) {
     if (!reserved_) throw std::logic_error(name() + ": nothing is reserved");
-    if (padding_ > 0) write_header(tail_, RecordHeader{.payload_bytes = static_cast<uint32_t>(padding_ - kAlignment), .kind = Kind::kPadding});
+    if (padding_ > 0)
+      write_header(tail_, RecordHeader{.payload_bytes = static_cast<uint32_t>(padding_ - kAlignment), .kind = Kind::kPadding});
     AREAL_HPC_FAULT_POINT("padding written");
     RecordHeader header{.payload_bytes = static_cast<uint32_t>(payload_bytes_),
                         .kind = kind,
@@ -175,7 +185,9 @@ class Producer {
     write_header(tail_ + padding_, header);
     AREAL_HPC_FAULT_POINT("record written");
     tail_ += needed_;
-    header_.tail.store(tail_, std::memory_order_seq_cst);  // P1 (release): payload and headers before the tail; P3: the tail before the look at the sleeper
+    header_.tail.store(
+        tail_,
+        std::memory_order_seq_cst);  // P1 (release): payload and headers before the tail; P3: the tail before the look at the sleeper
     AREAL_HPC_FAULT_POINT("tail published");
     if (header_.consumer_waits.load(std::memory_order_seq_cst)) ring_detail::wake(header_.tail);  // P3
     if (tail_ - head_ > header_.high_water_bytes.load(std::memory_order_relaxed)) note_high_water();
@@ -193,7 +205,8 @@ class Producer {
     if (closed_) return;
     closed_ = true;
     if (::getpid() != owner_) return;
-    header_.producer_closed.store(1, std::memory_order_release);  // after the last tail: who reads it (acquire) and then finds the lane empty has everything
+    header_.producer_closed.store(
+        1, std::memory_order_release);  // after the last tail: who reads it (acquire) and then finds the lane empty has everything
     ring_detail::wake(header_.tail);
   }
 
@@ -222,7 +235,8 @@ class Producer {
     if (header_.consumer_closed.load(std::memory_order_acquire)) throw LaneClosed(name() + ": its consumer has closed it");
     if (now < next_liveness_check_ns_) return;
     next_liveness_check_ns_ = now + kLivenessPeriod_ns;
-    if (!is_alive(header_.consumer_tag)) throw LaneClosed(name() + ": its consumer, process " + std::to_string(header_.consumer_tag >> 32) + ", is dead");
+    if (!is_alive(header_.consumer_tag))
+      throw LaneClosed(name() + ": its consumer, process " + std::to_string(header_.consumer_tag >> 32) + ", is dead");
   }
 
   void note_room() {
@@ -266,7 +280,12 @@ class Consumer {
   Consumer(const std::string& name, uint64_t capacity_bytes, const LaneOptions& options, bool poison)
       : Consumer(name, create_lane(name, capacity_bytes, options), poison) {}
   Consumer(std::string name, std::shared_ptr<Segment> segment, bool poison)
-      : name_(std::move(name)), segment_(std::move(segment)), header_(segment_->header()), owner_(::getpid()), capacity_(header_.capacity_bytes), poison_(poison) {}
+      : name_(std::move(name)),
+        segment_(std::move(segment)),
+        header_(segment_->header()),
+        owner_(::getpid()),
+        capacity_(header_.capacity_bytes),
+        poison_(poison) {}
   ~Consumer() { close(); }
   Consumer(const Consumer&) = delete;
   Consumer& operator=(const Consumer&) = delete;
@@ -275,7 +294,8 @@ class Consumer {
   uint64_t capacity_bytes() const { return capacity_; }
   uint32_t lane() const { return header_.lane; }
 
-  // The oldest record not seen yet, leased until release(); none if the lane is empty. Records of a dead or closed producer are still delivered.
+  // The oldest record not seen yet, leased until release(); none if the lane is empty. Records of a dead or closed producer are still
+  // delivered.
   std::optional<RecordView> try_peek() {
     const std::lock_guard lock(mutex_);
     if (closed_) throw LaneClosed("lane " + std::to_string(lane()) + " is closed");
@@ -296,8 +316,9 @@ class Consumer {
       if (header_.checksum && crc32c(payload, header.payload_bytes) != header.payload_crc32c) {
         ++counters_.checksum_errors;
         give_back(lease);
-        throw ChecksumError("lane " + std::to_string(lane()) + ": record " + std::to_string(header.seq) + " (ticket " + std::to_string(header.ticket) +
-                            ", " + std::to_string(header.payload_bytes) + " bytes) does not match its checksum");
+        throw ChecksumError("lane " + std::to_string(lane()) + ": record " + std::to_string(header.seq) + " (ticket " +
+                            std::to_string(header.ticket) + ", " + std::to_string(header.payload_bytes) +
+                            " bytes) does not match its checksum");
       }
       ++(header.kind == Kind::kMarker ? counters_.markers : counters_.records);
       counters_.bytes += header.payload_bytes;
@@ -367,7 +388,8 @@ class Consumer {
     RecordHeader header;
     std::memcpy(&header, at(read_), sizeof header);
     const bool sound = header.header_crc32c == crc32c(&header, offsetof(RecordHeader, header_crc32c)) &&
-                       kAlignment + aligned(header.payload_bytes) <= std::min(tail_ - read_, capacity_ - read_ % capacity_) && header.lane == lane();
+                       kAlignment + aligned(header.payload_bytes) <= std::min(tail_ - read_, capacity_ - read_ % capacity_) &&
+                       header.lane == lane();
     if (sound && header.kind == Kind::kPadding) return header;
     const uint64_t expected = header.incarnation == incarnation_ ? next_seq_ : 0;
     if (!sound || header.incarnation < incarnation_ || header.seq != expected) {
@@ -381,7 +403,8 @@ class Consumer {
   }
 
   [[noreturn]] void throw_corrupt() const {
-    throw LaneCorrupt("lane " + std::to_string(lane()) + ": the header at byte " + std::to_string(read_) + " of the lane is damaged, so no record behind it can be found");
+    throw LaneCorrupt("lane " + std::to_string(lane()) + ": the header at byte " + std::to_string(read_) +
+                      " of the lane is damaged, so no record behind it can be found");
   }
 
   void give_back(uint64_t lease) {
@@ -395,7 +418,9 @@ class Consumer {
       ++first_lease_;
     }
     if (head_ == before) return;
-    header_.head.store(head_, std::memory_order_seq_cst);  // P2 (release): all reads of the records before the head; P3: the head before the look at the sleeper
+    header_.head.store(
+        head_,
+        std::memory_order_seq_cst);  // P2 (release): all reads of the records before the head; P3: the head before the look at the sleeper
     if (header_.producer_waits.load(std::memory_order_seq_cst)) ring_detail::wake(header_.head);  // P3
   }
 

@@ -6,6 +6,7 @@ Signals: TERM, INT, USR1 and USR2 are all passed on as SIGUSR1, the only one tha
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from areal_hpc.config_io import save_yaml
 
 GRACE_S = 15.0
 """Seconds between asking an MPI launcher to end and killing it."""
+PR_SET_PDEATHSIG = 1
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 
@@ -84,13 +86,18 @@ def create_run_dir(config: Config) -> Path:
     return attempt_dir
 
 
+def _end_with_parent() -> None:
+    """In the child that becomes mpiexec: SIGTERM when the launcher dies (prctl(2)), so that a killed launcher leaves no job behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class LocalJob:
     """One mpiexec and the signals that reach it."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.num_signals = 0
         # A session of its own: Ctrl-C on the terminal reaches the launcher only, which passes it on once.
-        self.process = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)
         for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(name, self._forward)
 

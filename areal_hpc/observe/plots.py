@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from areal_hpc.observe.progress import si
 from areal_hpc.observe.schema import OUTCOMES, PHASES
 
 STYLE: Any = {
@@ -27,7 +28,8 @@ STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
-    "legend.frameon": False,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.85,
 }
 BLUE, GREEN, ORANGE, PURPLE, GREY = "#2a6fbb", "#2e8540", "#e07b39", "#8856a7", "#8c8c8c"
 PHASE_COLORS = {  # blue: generation works; green: training works; orange: waits; purple: weights; grey: neither
@@ -86,7 +88,7 @@ def learning(steps: np.ndarray, evaluations: np.ndarray, path: Path) -> Path:
     reward, accuracy = axes[:, 0]
     _curve(reward, steps["step"], steps["reward_mean"], BLUE, "training batch")
     reward.set(ylabel="mean reward", title="Reward")
-    reward.legend(loc="lower right")
+    reward.legend(loc="best")
     _curve(accuracy, steps["step"], 100 * steps["accuracy"], GREY, "training batch")
     if len(evaluations):
         accuracy.errorbar(
@@ -101,8 +103,9 @@ def learning(steps: np.ndarray, evaluations: np.ndarray, path: Path) -> Path:
             capsize=3,
             label=f"held-out, {evaluations['num_problems'].max()} problems, 95 % interval",
         )
+    accuracy.xaxis.get_major_locator().set_params(integer=True)
     accuracy.set(ylabel="right answers [%]", xlabel="training step (= policy version)", title="Accuracy", ylim=(0, 102))
-    accuracy.legend(loc="lower right")
+    accuracy.legend(loc="best")
     return _save(figure, path)
 
 
@@ -130,6 +133,7 @@ def staleness(steps: np.ndarray, trajectories: np.ndarray, path: Path) -> Path:
         histogram.axvline(bound + 0.5, ymax=0.82, color="black", linestyle="--", linewidth=1.2, label=f"eta = {bound}; older ones are orange")
         course.axhline(bound, color="black", linestyle="--", linewidth=1.2, label=f"eta = {bound}")
         histogram.legend(loc="upper right", fontsize=8)
+    course.xaxis.get_major_locator().set_params(integer=True)
     course.set(xlabel="training step", ylabel="age [versions]", title="Age by step" + ("" if bound >= 0 else " (no bound: eta = inf)"))
     course.set_ylim(bottom=0, top=1.35 * max(1, bound, int(steps["staleness_max"].max())))
     course.legend(loc="upper right", ncols=3, fontsize=8)
@@ -140,11 +144,12 @@ def throughput(steps: np.ndarray, path: Path) -> Path:
     """Tokens per second of each step, and what the step's time was made of."""
     figure, axes = _figure(2, 1, 8, 6.4, sharex=True)
     rate, parts = axes[:, 0]
-    thousands = steps["tokens_per_s"] / 1e3
-    rate.plot(steps["step"], thousands, color=BLUE, linewidth=1)
-    rate.axhline(float(np.median(thousands)), color="black", linestyle="--", linewidth=1.2, label=f"median {np.median(thousands):.3g}")
-    rate.set(ylabel="thousand tokens / s", title="Throughput: prompt and answer tokens of the batch / wall time of the step")
-    rate.set_ylim(0, 1.15 * thousands.max())
+    values = steps["tokens_per_s"]
+    rate.plot(steps["step"], values, color=BLUE, linewidth=1)
+    rate.axhline(float(np.median(values)), color="black", linestyle="--", linewidth=1.2, label=f"median {si(float(np.median(values)))}")
+    rate.yaxis.set_major_formatter(lambda value, _: si(value))
+    rate.set(ylabel="tokens / s", title="Throughput: prompt and answer tokens of the batch / wall time of the step")
+    rate.set_ylim(0, 1.15 * values.max())
     rate.legend(loc="lower right")
     named = {"wait for data": "generation_wait_s", "collect": "collect_s", "train": "train_s", "push": "push_s"}
     stack = np.array([steps[column] for column in named.values()])
@@ -156,6 +161,7 @@ def throughput(steps: np.ndarray, path: Path) -> Path:
         if values.any():
             parts.stairs(base + values, edges, baseline=base, fill=True, color=color, label=label)
             base = base + values
+    parts.xaxis.get_major_locator().set_params(integer=True)
     parts.set(xlabel="training step", ylabel="seconds", title="Time of a step on the training ranks")
     parts.set_ylim(0, 1.25 * base.max())
     parts.legend(loc="upper right", ncols=5, fontsize=9)
@@ -165,7 +171,7 @@ def throughput(steps: np.ndarray, path: Path) -> Path:
 def time_of_ranks(seconds: dict[int, np.ndarray], roles: dict[int, str], wall_s: float, path: Path) -> Path:
     """Stacked bar of every rank: seconds in each phase in % of the wall time; what no interval covers is drawn as such."""
     ranks = sorted(seconds, key=lambda rank: (roles[rank], rank))
-    figure, axes = _figure(1, 1, 9, 1.9 + 0.34 * len(ranks))
+    figure, axes = _figure(1, 1, 9, 1.8 + min(0.4, 0.24 + 1.6 / len(ranks)) * len(ranks))
     axis = axes[0, 0]
     left = np.zeros(len(ranks))
     for phase, color in PHASE_COLORS.items():
@@ -180,7 +186,7 @@ def time_of_ranks(seconds: dict[int, np.ndarray], roles: dict[int, str], wall_s:
     if (missing > 1).any():
         axis.barh(range(len(ranks)), np.maximum(missing, 0), left=left, color="white", edgecolor=GREY, hatch="///", label="not recorded", height=0.8)
     axis.set_yticks(range(len(ranks)), [f"rank {rank} {roles[rank]}" for rank in ranks])
-    axis.invert_yaxis()
+    axis.set_ylim(len(ranks) - 0.4, -0.6)
     axis.grid(axis="y", visible=False)
     axis.set(xlim=(0, 100), xlabel=f"share of the run's {wall_s:.0f} s [%]", title="Where the time of each rank went")
     figure.legend(loc="outside lower center", ncols=6, fontsize=9)

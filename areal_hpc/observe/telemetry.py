@@ -130,12 +130,18 @@ class Log(AnyLog):
         """New file at `path` with `attributes` at its root beside the standard ones. Raises FileExistsError when there is one already."""
         if path.exists():
             raise FileExistsError(f"{path} exists; a log is never continued, each attempt has its own")
-        file = h5py.File(path, "x", libver=("v110", "v110"), locking=False)  # x: O_EXCL decides the race that the check above leaves open
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # appears under its name only when readers can open it
+        file = h5py.File(unfinished, "x", libver=("v110", "v110"), locking=False)
         for name, value in _with_standard(attributes, clock).items():
             file.attrs[name] = _fixed(value)
         for table in TABLES.values():
             _create_table(file, table)
         file.swmr_mode = True
+        file.flush()
+        try:
+            os.link(unfinished, path)  # fails where another writer was faster
+        finally:
+            unfinished.unlink()
         return cls(path, file, clock, flush_interval_s)
 
     def __init__(self, path: Path, file: h5py.File, clock: Callable[[], float], flush_interval_s: float) -> None:

@@ -123,6 +123,7 @@ class Recorder:
         waiting = row["waiting_groups"]
         now = {"rank": self.world.world_rank, "role": 1, "time_s": time.monotonic(), "running": 0, "waiting": waiting, "rss_bytes": resident_bytes()}
         self.log.append("ranks", now | {"tokens": self.tokens_trained})
+        self.log.flush()
 
     def _trajectories(self, step: int, plan: Plan, groups: list[Arrival], rejected: list[Arrival], table: np.ndarray) -> Counter[str]:
         """Rows of /trajectories for the batch and for what was closed without training; returns the number of each outcome."""

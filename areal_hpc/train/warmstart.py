@@ -35,9 +35,10 @@ WARMUP_SHARE = 0.05
 FINAL_LR_SHARE = 0.1
 MAX_GRAD_NORM = 1.0
 NUM_THREADS = 2
+"""Threads while a model is built: the run's other ranks sleep then. More threads than idle cores are far slower than one."""
 
 
-def cached_model(model: Model, data: Data, cache_dir: Path) -> Path:
+def cached_model(model: Model, data: Data, cache_dir: Path, num_threads: int = NUM_THREADS) -> Path:
     """Hugging Face folder of the warm-started model for these settings, built on first use.
 
     Two processes may race: each builds its own, the first rename wins, the loser discards its copy. Raises ConfigError for data without worked solutions.
@@ -47,7 +48,7 @@ def cached_model(model: Model, data: Data, cache_dir: Path) -> Path:
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".building-") as private:
             built = Path(private) / folder.name
-            warmstart(model, data, built)
+            warmstart(model, data, built, num_threads)
             with contextlib.suppress(OSError):  # not empty: somebody else was first, and the same settings gave the same model
                 built.rename(folder)
     assert (folder / "config.json").is_file(), folder

@@ -253,9 +253,7 @@ class RingConsumer:
         self._consumer = consumer
 
     @classmethod
-    def create(
-        cls, name: str, capacity_bytes: int, *, lane: int, job_id: int, restart_id: int = 0, checksum: bool = True, poison: bool | None = None
-    ) -> Self:
+    def create(cls, name: str, capacity_bytes: int, *, lane: int, job_id: int, restart_id: int = 0, checksum: bool = True, poison: bool | None = None) -> Self:
         """Make the lane; all its memory (`capacity_bytes`, rounded up to whole pages, and a page) is taken now.
 
         A segment of that name left by a dead consumer is replaced. Raises LaneBusy if its consumer lives, OSError (ENOSPC) if /dev/shm is too small.

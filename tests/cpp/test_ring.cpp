@@ -1,5 +1,5 @@
-// Tests of the ring in C++: functional, fuzz with two threads and closed-form sums, and a producer killed at every store. Built plain and with
-// sanitizers (option AREAL_HPC_SANITIZE); tests/transport/test_ring_cpp.py does that. Usage: test_ring [number of fuzz records] [seed]
+// Tests of the ring in C++: functional, fuzz with two threads and closed-form sums, and a producer killed at every store. Built plain and
+// with sanitizers (option AREAL_HPC_SANITIZE); tests/transport/test_ring_cpp.py does that. Usage: test_ring [number of fuzz records] [seed]
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -20,21 +20,21 @@ void fault_point(const char* name) {
 }  // namespace
 
 #define AREAL_HPC_FAULT_POINT(name) fault_point(name)
-#include "ring.hpp"
-
 #include <array>
 #include <random>
 #include <thread>
 
+#include "ring.hpp"
+
 namespace areal_hpc {
 namespace {
 
-#define CHECK(condition)                                                              \
-  do {                                                                                \
-    if (!(condition)) {                                                               \
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
       std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                   \
-    }                                                                                 \
+      std::abort();                                                                      \
+    }                                                                                    \
   } while (false)
 
 template <class Error, class Action>
@@ -75,7 +75,8 @@ bool push(Producer& producer, int64_t k, uint64_t num_bytes) {
   std::byte* slot = producer.try_reserve(num_bytes);
   if (slot == nullptr) return false;
   write_pattern(slot, static_cast<uint64_t>(k), num_bytes);
-  producer.commit({.ticket = k, .version_min = static_cast<int32_t>(k), .version_max = static_cast<int32_t>(k + 1), .num_tokens = 5, .num_samples = 2});
+  producer.commit(
+      {.ticket = k, .version_min = static_cast<int32_t>(k), .version_max = static_cast<int32_t>(k + 1), .num_tokens = 5, .num_samples = 2});
   return true;
 }
 
@@ -120,7 +121,8 @@ void test_wrap_and_order() {
     CHECK(push(producer, k, size));
     const auto record = consumer.try_peek();
     CHECK(record && record->header.ticket == k && record->header.seq == static_cast<uint64_t>(k) && record->header.payload_bytes == size);
-    CHECK(record->header.version_min == k && record->header.version_max == k + 1 && record->header.num_tokens == 5 && record->header.num_samples == 2);
+    CHECK(record->header.version_min == k && record->header.version_max == k + 1 && record->header.num_tokens == 5 &&
+          record->header.num_samples == 2);
     CHECK(reinterpret_cast<uintptr_t>(record->payload) % kAlignment == 0 && matches_pattern(*record));
     CHECK(consumer.release(record->lease) && !consumer.release(record->lease));
     CHECK(consumer.used_bytes() == 0 && !consumer.try_peek());
@@ -213,7 +215,8 @@ void test_fuzz(uint64_t num_records, uint64_t seed, uint64_t capacity_bytes, boo
     for (uint64_t k = 0; k < num_records; ++k) {
       while (!push(producer, static_cast<int64_t>(k), size_of(k))) producer.wait_for_room(1.0);
       if (random() % 8 == 0 && producer.try_reserve(random() % 64) != nullptr) producer.abort();
-      if (!slow_consumer && random() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));  // the consumer falls asleep
+      if (!slow_consumer && random() % 64 == 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));  // the consumer falls asleep
     }
     producer.close();
   });
@@ -224,12 +227,14 @@ void test_fuzz(uint64_t num_records, uint64_t seed, uint64_t capacity_bytes, boo
     const bool ended = consumer.producer_state() == ProducerState::kClosed;
     const auto record = consumer.try_peek();
     if (record) {
-      CHECK(record->header.ticket == static_cast<int64_t>(num_delivered) && record->header.payload_bytes == size_of(num_delivered) && matches_pattern(*record));
+      CHECK(record->header.ticket == static_cast<int64_t>(num_delivered) && record->header.payload_bytes == size_of(num_delivered) &&
+            matches_pattern(*record));
       ++num_delivered;
       sum_tickets += static_cast<uint64_t>(record->header.ticket);
       leased.push_back(*record);
     }
-    if (slow_consumer && random() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));  // the producer falls asleep
+    if (slow_consumer && random() % 64 == 0)
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));  // the producer falls asleep
     while (!leased.empty() && (!record || leased.size() > random() % 4)) {
       std::swap(leased[random() % leased.size()], leased.back());
       CHECK(matches_pattern(leased.back()) && consumer.release(leased.back().lease));
@@ -308,7 +313,8 @@ void test_dead_consumer() {
   std::string reason;
   CHECK(open_lane(name, 0, 0, reason) == nullptr && reason == "the segment of that name is left from a consumer that died");
   const auto removed = sweep_stale();
-  CHECK(std::count(removed.begin(), removed.end(), name) == 1 && open_lane(name, 0, 0, reason) == nullptr && reason == "no consumer has made it");
+  CHECK(std::count(removed.begin(), removed.end(), name) == 1 && open_lane(name, 0, 0, reason) == nullptr &&
+        reason == "no consumer has made it");
   leave_stale();
   {
     Consumer next(name, 8192, {.job_id = 5}, false);  // replaces it
@@ -326,7 +332,7 @@ void test_dead_consumer() {
 
 int main(int num_arguments, char** arguments) {
   using namespace areal_hpc;
-  const uint64_t num_records = num_arguments > 1 ? std::strtoull(arguments[1], nullptr, 10) : 20'000;
+  const uint64_t num_records = num_arguments > 1 ? std::strtoull(arguments[1], nullptr, 10) : 10'000;
   const uint64_t seed = num_arguments > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
   test_crc32c();
   test_wrap_and_order();

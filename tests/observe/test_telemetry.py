@@ -117,7 +117,7 @@ def test_splitting_loses_nothing_and_keeps_to_the_width(text: str, width: int) -
     assert all(len(part.encode()) <= width for part in parts)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(parts=st.lists(st.tuples(st.sampled_from(["timeline", "evaluations", "ranks"]), st.integers(0, 5)), max_size=20))
 def test_file_and_memory_agree_on_any_order_of_appends(parts: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
     logs = [kind.create(tmp_path_factory.mktemp("log") / "log.h5", {}, Clock()) for kind in (Log, MemoryLog)]

@@ -13,11 +13,20 @@ import transformers
 from areal_hpc.models.decoder_config import DecoderConfig
 from areal_hpc.rollout.engines.base import Completion, Request
 from areal_hpc.rollout.engines.embedded import EmbeddedEngine
-from areal_hpc.rollout.engines.sampling import stream_key
+from areal_hpc.rollout.engines.sampling import stream_key, uniforms
 from tests.models.tiny import ARCHITECTURES, VOCAB_SIZE, reference_model, weights_of
 
 NAME = "qwen2-tied"
-reference = cache(reference_model)
+NUM_WEIGHTS = 4
+
+
+@cache
+def weights_number(name: str, seed: int) -> transformers.PreTrainedModel:
+    return reference_model(name, seed)
+
+
+def reference(name: str, version: int = 0) -> transformers.PreTrainedModel:
+    return weights_number(name, version % NUM_WEIGHTS)
 
 
 def config_of(name: str) -> DecoderConfig:
@@ -66,7 +75,10 @@ def run(engine: EmbeddedEngine, after_step: Callable[[int], None] = lambda step:
 
 @torch.no_grad()
 def expected_logprobs(name: str, request: Request, done: Completion, kv: str) -> np.ndarray:
-    """Teacher-forced transformers under each token's stamped version. `keep`: the cache goes on as older versions wrote it."""
+    """Teacher-forced transformers under each token's stamped version (weights repeat every `NUM_WEIGHTS` versions).
+
+    `keep`: the cache goes on as older versions wrote it.
+    """
     tokens_T = torch.from_numpy(np.concatenate([request.prompt_tokens, done.tokens_R]).astype(np.int64))
     num_prompt = len(request.prompt_tokens)
     divisor = request.temperature or 1.0
@@ -80,15 +92,12 @@ def expected_logprobs(name: str, request: Request, done: Completion, kv: str) ->
             for version in set(done.versions_R.tolist())
         }
         return np.array([by_version[int(version)][t] for t, version in enumerate(done.versions_R)], np.float32)
-    cached = transformers.DynamicCache()
-    if num_prompt > 1:
-        reference(name, int(done.versions_R[0]))(tokens_T[None, : num_prompt - 1], past_key_values=cached)
-    logprobs = []
-    for t, version in enumerate(done.versions_R):
-        place = num_prompt - 1 + t
-        logits_TV = reference(name, int(version))(tokens_T[None, place : place + 1], past_key_values=cached).logits[0]
-        logprobs.append(scored(logits_TV, slice(place + 1, place + 2)))
-    return torch.cat(logprobs).numpy()
+    cached, logits, start = transformers.DynamicCache(), [], 0
+    for version in np.unique(done.versions_R):  # versions only rise: one stretch each, the prompt belongs to the first
+        stop = num_prompt + int(np.searchsorted(done.versions_R, version, side="right")) - 1
+        logits.append(reference(name, int(version))(tokens_T[None, start:stop], past_key_values=cached).logits[0])
+        start = stop
+    return scored(torch.cat(logits)[num_prompt - 1 :], slice(num_prompt, None)).numpy()
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
@@ -138,6 +147,21 @@ def test_first_tokens_follow_the_model() -> None:
     assert ((observed - expected) ** 2 / expected).sum() < freedom + 3.5 * np.sqrt(2 * freedom)
 
 
+def test_tokens_invert_the_reference_distribution_at_the_numbers_of_their_stream() -> None:
+    """Token t of an answer is a function of the model and of uniform number t of its stream, wherever the answer stands in its sequence."""
+    engine = make_engine()
+    requests = group(2, 3, prompt_length=11)
+    engine.add(requests)
+    finished = run(engine)
+    for request in requests:
+        tokens_R = finished[request.request_id].tokens_R
+        tokens_T = torch.from_numpy(np.concatenate([request.prompt_tokens, tokens_R]).astype(np.int64))
+        with torch.no_grad():
+            cumulative_RV = torch.softmax(reference(NAME)(tokens_T[None]).logits[0, 10:-1].double(), -1).cumsum(-1).numpy()
+        numbers_R = uniforms(np.full(len(tokens_R), request.stream, np.uint64), np.arange(len(tokens_R)))
+        assert tokens_R.tolist() == [int(np.searchsorted(row_V, number, side="right")) for row_V, number in zip(cumulative_RV, numbers_R, strict=True)]
+
+
 def test_a_sample_does_not_depend_on_its_batch_mates() -> None:
     crowd = make_engine(slots=5)
     groups = [group(ticket, 4, prompt_length=3 + 5 * ticket) for ticket in range(4)]
@@ -151,6 +175,21 @@ def test_a_sample_does_not_depend_on_its_batch_mates() -> None:
         assert np.array_equal(alone.tokens_R, together[request.request_id].tokens_R)
         np.testing.assert_allclose(alone.logprobs_R, together[request.request_id].logprobs_R, atol=1e-5)
     assert len({tuple(together[request.request_id].tokens_R) for request in groups[0]}) == 4, "samples of one group draw different numbers"
+
+
+def test_aborted_requests_vanish_and_disturb_no_one() -> None:
+    groups = [group(ticket, 4, prompt_length=3 + 5 * ticket) for ticket in range(3)]
+    whole, cut = make_engine(slots=6), make_engine(slots=6)
+    for engine in (whole, cut):
+        for requests in groups:
+            engine.add(requests)
+    gone = {1, 3, 100, 102, 201}  # with six slots: running first, running last, and waiting ones
+    finished = run(cut, lambda step: cut.abort(gone) if step == 5 else None)
+    expected = run(whole)
+    assert finished.keys() == expected.keys() - gone
+    for request_id, done in finished.items():
+        assert np.array_equal(done.tokens_R, expected[request_id].tokens_R)
+        np.testing.assert_allclose(done.logprobs_R, expected[request_id].logprobs_R, atol=1e-5)
 
 
 def test_stop_tokens_end_an_answer() -> None:
@@ -168,10 +207,11 @@ def test_stop_tokens_end_an_answer() -> None:
         assert np.array_equal(done.tokens_R, whole[request_id].tokens_R[:length])
 
 
-def load(kv: str) -> tuple[dict[int, Completion], list[Request]]:
+@cache
+def load(kv: str, repetition: int = 0) -> tuple[dict[int, Completion], list[Request]]:
     """Groups arrive while others decode, eight slots for groups of five, and weights change every third step."""
     engine = make_engine(slots=8, kv=kv, stop_tokens=(3, 5))
-    groups = [group(ticket, 5, prompt_length=1 + ticket % 9, max_new=1 + (7 * ticket) % 23, temperature=(1.0, 0.6)[ticket % 2]) for ticket in range(30)]
+    groups = [group(ticket, 5, prompt_length=1 + ticket % 9, max_new=1 + (7 * ticket) % 23, temperature=(1.0, 0.6)[ticket % 2]) for ticket in range(20)]
     waiting = list(groups)
 
     def disturb(step: int) -> None:
@@ -179,7 +219,7 @@ def load(kv: str) -> tuple[dict[int, Completion], list[Request]]:
             engine.add(waiting.pop(0))
         if step % 3 == 0:
             version = engine.policy_version + 1
-            engine.update_weights(weights_of(reference(NAME, version % 4)), version)
+            engine.update_weights(weights_of(reference(NAME, version)), version)
         assert engine.num_running <= 8
 
     engine.add(waiting.pop(0))
@@ -204,14 +244,11 @@ def test_nothing_is_lost_or_mixed_up_under_load(kv: str) -> None:
         assert (np.diff(done.versions_R) >= 0).all()
     for request in requests[::7]:
         done = finished[request.request_id]
-        stamped = Completion(
-            request_id=0, tokens_R=done.tokens_R, logprobs_R=done.logprobs_R, versions_R=done.versions_R % 4, finish=done.finish
-        )  # weights repeat every four versions
-        np.testing.assert_allclose(done.logprobs_R, expected_logprobs(NAME, request, stamped, kv), atol=1e-4, rtol=0)
+        np.testing.assert_allclose(done.logprobs_R, expected_logprobs(NAME, request, done, kv), atol=1e-4, rtol=0)
 
 
 def test_the_same_calls_give_the_same_bits() -> None:
-    first, second = load("recompute")[0], load("recompute")[0]
+    first, second = load("recompute", 0)[0], load("recompute", 1)[0]
     assert first.keys() == second.keys()
     for request_id, done in first.items():
         assert done.tokens_R.tobytes() == second[request_id].tokens_R.tobytes()

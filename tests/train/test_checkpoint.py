@@ -11,6 +11,7 @@ from areal_hpc.train import checkpoint
 
 from .cases import TINY, local_batch, tiny_trainer, trajectories
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single rank needs no process group
 META = {"policy_version": 2, "closed": [[0, 3]], "fingerprint": "abc"}
 
 

@@ -70,7 +70,7 @@ class Reference:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.train.lr * min(1.0, self.num_updates / self.train.warmup_steps)
             self.optimizer.step()
-            losses.append((float(total), count))
+            losses.append((float(total.detach()), count))
         return sum(x for x, _ in losses) / sum(c for _, c in losses), float(np.mean(norms))
 
 

@@ -14,6 +14,7 @@ from areal_hpc.train import checkpoint
 from .cases import tiny_trainer
 from .rank_worker import OPTIONS, batches, whole
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single rank needs no process group
 TESTS = Path(__file__).parents[1]
 COMPARED = ("loss", "entropy", "grad_norm", "ratio_mean", "ratio_max", "clipped_share", "prox_behav_mean", "prox_behav_max", "kl_behav", "lr")
 

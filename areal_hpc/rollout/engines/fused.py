@@ -6,7 +6,8 @@ Same arithmetic as `models.decoder.Decoder` (tests compare both with `transforme
   and keys are permuted alike; every weight stays readable under its Hugging Face name, bit for bit, through a view;
 - the cache is one tensor [layers, K|V, slot, G, T, D]; running sequences fill the first n slots, so decoding slices it and never gathers.
 
-Shapes: n running sequences, N packed tokens, H query heads, G key/value heads, X = H + 2G, D head size, E = D/2, T context, d hidden, F feed-forward, V vocabulary.
+Shapes: n running sequences, N packed tokens, H query heads, G key/value heads, X = H + 2G, D head size, E = D/2, T context, d hidden, F feed-forward,
+V vocabulary.
 """
 
 from __future__ import annotations

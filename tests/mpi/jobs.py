@@ -1,0 +1,108 @@
+"""Start real jobs for tests: the command line as a user types it, on a small random model that is made once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from areal_hpc.config import Config, Data, Evaluation, Generation, Model, Staleness, Topology, Train
+from areal_hpc.config_io import save_yaml
+from areal_hpc.data.datasets import load_problems
+from areal_hpc.models import hf, tokenizer
+from areal_hpc.models.decoder_config import DecoderConfig
+from areal_hpc.observe.telemetry import read_table
+
+TIMEOUT_S = 240
+STARTED: list[subprocess.Popen[str]] = []
+"""Launchers of this session; those that a failed test left running are killed after it (their ranks go with them)."""
+BASE = Config(
+    recipe="smoke",
+    model=Model(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, intermediate_size=64),
+    data=Data(size=400, max_terms=3, max_digits=1, max_prompt_tokens=48),
+    generation=Generation(max_new_tokens=12, max_num_running=16),
+    staleness=Staleness(max_staleness=2),
+    train=Train(num_steps=3, batch_size=16, group_size=4, lr=1e-2, microbatch_tokens=256),
+    evaluation=Evaluation(num_problems=24),
+    topology=Topology(num_ranks=2),
+)
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """A tiny random Qwen2 with a character tokenizer, in Hugging Face format."""
+    files = folder.with_name(folder.name + "-tokenizer")
+    words = tokenizer.build(load_problems(BASE.data))
+    words.save(files)
+    model = BASE.model
+    config = DecoderConfig(
+        model_type="qwen2",
+        vocab_size=words.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.hidden_size // model.num_heads,
+        eos_token_id=words.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    decoder = hf.build_random(config, seed)
+    hf.save(folder, config.to_hf(), decoder.named_parameters(), hf.tokenizer_files(files))
+    return folder
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished job."""
+
+    run_dir: Path
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def attempt(self) -> Path:
+        return self.run_dir / "attempt-1"
+
+    @property
+    def exit(self) -> dict:
+        return json.loads((self.attempt / "exit.json").read_text())
+
+    def table(self, name: str) -> np.ndarray:
+        return read_table(self.attempt / "log.h5", name)
+
+    def weights(self) -> bytes:
+        return (self.run_dir / "model" / "model.safetensors").read_bytes()
+
+
+def start(config: Config, run_dir: Path, *arguments: str, python: str = sys.executable) -> subprocess.Popen[str]:
+    """`areal-hpc run` with this configuration, as a process."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    described = run_dir.with_name(run_dir.name + ".yaml")
+    save_yaml(replace(config, run_dir=str(run_dir)), described)
+    command = [python, "-m", "areal_hpc", "run", "smoke", "--config", str(described), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    STARTED.append(process)
+    return process
+
+
+def finish(process: subprocess.Popen[str], run_dir: Path) -> Job:
+    """Wait for a started job."""
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return Job(run_dir, process.returncode, stdout, stderr)
+
+
+def run(config: Config, run_dir: Path, *arguments: str, python: str = sys.executable) -> Job:
+    """Run to the end, which must be a good one."""
+    job = finish(start(config, run_dir, *arguments, python=python), run_dir)
+    assert job.status == 0, f"status {job.status}\n{job.stdout}\n{job.stderr}"
+    return job

