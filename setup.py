@@ -25,7 +25,9 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", "-S", ROOT, "-B", BUILD, *options], check=True, stdout=subprocess.DEVNULL)
         subprocess.run(["cmake", "--build", BUILD, "--target", "_ring"], check=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(BUILD / target.name, target)
+        fresh = target.with_suffix(".new")
+        shutil.copy2(BUILD / target.name, fresh)
+        fresh.replace(target)  # never written in place: a running process may have it mapped
 
 
 setup(ext_modules=[Extension("areal_hpc._ring", sources=[])], cmdclass={"build_ext": CMakeBuild})

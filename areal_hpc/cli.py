@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if arguments is None else arguments)
     commands = {"run": run, "report": report, "eval": evaluate, "export": export, "recipes": recipes}
     try:
-        if not args or args[0] in ("-h", "--help", "help"):
+        asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
+        if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2)):
             print(USAGE, end="")
             return 0 if args else 2
         if args[0] in ("-V", "--version"):

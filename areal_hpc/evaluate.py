@@ -30,8 +30,7 @@ def evaluate_model(config: Config, folder: Path) -> str:
     rewards.configure(config.data, config.reward.deadline_s)
     running = EvaluationInProgress(0, list(range(len(problems))))
     for index, problem in enumerate(problems):
-        settings = {"seed": config.seed, "max_new_tokens": config.generation.max_new_tokens, "temperature": config.evaluation.temperature}
-        engine.add([evaluation_request(problem, index, tokenizer, config.data.suffix, **settings)])
+        engine.add([evaluation_request(config, problem, index, tokenizer)])
     began_at = time.monotonic()
     while not running.complete:
         for completion in engine.step() if engine.num_running + engine.num_waiting else []:

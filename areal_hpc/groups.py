@@ -11,7 +11,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class Connection:
     store: dist.Store
     address: str
 
-    def spanning_group(self, name: str, members: list[int], world_rank: int) -> dist.Backend:
+    def spanning_group(self, name: str, members: list[int], world_rank: int) -> Any:  # torch types its process groups incompletely
         """A process group of `members` (world ranks, in this order) that belongs to no default world. Collective over its members."""
         store = dist.PrefixStore(name, self.store)
         rank, size = members.index(world_rank), len(members)
@@ -41,7 +41,7 @@ class Connection:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER
             return dist.ProcessGroupNCCL(store, rank, size, options)
-        gloo = dist.ProcessGroupGloo._Options()
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = NEVER
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
         gloo._threads = 1

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -55,10 +55,10 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
         connection = groups.connect(world, config.device, config.transport.start_deadline_s)
         problems = load_problems(config.data)
         model_dir = prepare_model(config, world)
+        status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
             rewards.configure(config.data, config.reward.deadline_s)
             generate(config, world, connection, problems, model_dir, rewards, phases)
-            status, summary = guard.DONE, {}
         else:
             rewards.close()
             status, summary = train(config, world, connection, problems, model_dir, attempt_dir, phases, stop)

@@ -97,7 +97,14 @@ class LocalJob:
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.num_signals = 0
         # A session of its own: Ctrl-C on the terminal reaches the launcher only, which passes it on once.
-        self.process = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)
+        # The launcher has no threads, so running a function between fork and exec is safe.
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509
+        )
         for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(name, self._forward)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from areal_hpc.config import Config
 from areal_hpc.data.datasets import Problem
 from areal_hpc.models.tokenizer import Tokenizer
 from areal_hpc.reward.service import Verdict
@@ -48,12 +49,12 @@ class EvaluationInProgress:
         )
 
 
-def evaluation_request(problem: Problem, index: int, tokenizer: Tokenizer, suffix: str, *, seed: int, max_new_tokens: int, temperature: float) -> Request:
+def evaluation_request(config: Config, problem: Problem, index: int, tokenizer: Tokenizer) -> Request:
     """The request of held-out problem `index`."""
     return Request(
         request_id=EVALUATION_IDS + index,
-        prompt_tokens=tokenizer.encode(problem.question + suffix),
-        stream=stream_key(seed, EVALUATION_TICKETS + index, 0),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
+        prompt_tokens=tokenizer.encode(problem.question + config.data.suffix),
+        stream=stream_key(config.seed, EVALUATION_TICKETS + index, 0),
+        max_new_tokens=config.generation.max_new_tokens,
+        temperature=config.evaluation.temperature,
     )

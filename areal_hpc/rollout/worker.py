@@ -300,16 +300,7 @@ class RolloutWorker:
         mine = list(range(self.world.role_rank, len(held_out), self.world.num_generation))
         self.evaluation = EvaluationInProgress(version, mine)
         for index in mine:
-            request = evaluation_request(
-                held_out[index],
-                index,
-                self.tokenizer,
-                self.config.data.suffix,
-                seed=self.config.seed,
-                max_new_tokens=self.config.generation.max_new_tokens,
-                temperature=self.config.evaluation.temperature,
-            )
-            self.engine.add([request])
+            self.engine.add([evaluation_request(self.config, held_out[index], index, self.tokenizer)])
         self._finish_evaluation()  # a rank without a share reports at once
 
     def _collect_evaluation(self, verdict: Verdict) -> None:

@@ -1,10 +1,11 @@
 """The trained parameters, cut along dimension 0 over the training ranks (FSDP2), or whole on a single rank.
 
 Cut as torch does: `tensor.chunk(num_ranks)`, so the last ranks may own fewer rows or none. A rank sees its own rows as plain tensors (`local`), live views of
-the sharded parameters: optimiser, clipping and weight push work on those, which spares DTensor's dispatch (a step of AdamW on a 1 M model: 4x).
+the sharded parameters: optimiser, clipping and weight push work on those, which spares DTensor's dispatch (one AdamW step on 0.8 M parameters in 37 tensors:
+30 ms on DTensors, 8 ms on their rows, 2 ms with the fused kernel).
 
-A single rank in float32 is not wrapped at all: there is nothing to shard, FSDP's hooks and copies cost 3 to 10 % of a step on a small model, and no process group
-is needed. Shapes, names and results are the same either way, so nothing above this file knows.
+A single rank in float32 is not wrapped at all: there is nothing to shard, and FSDP's hooks and copies cost 7 to 12 % of forward and backward on a model of
+that size with 1,300 to 2,800 tokens in a micro-batch, 44 % with 280. Names, shapes and results are the same either way, so nothing above this file knows.
 """
 
 from __future__ import annotations

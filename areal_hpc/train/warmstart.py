@@ -1,10 +1,12 @@
 """The small model that a run starts from when it is given none: built from the problems' characters, then taught by worked solutions.
 
     1. tokenizer from the characters of the problems, random decoder of the Qwen2 architecture
-    2. `warmstart_steps` supervised steps: maximise the log-probability of worked solutions (answer and end token; the prompt is not trained)
+    2. `warmstart_steps` supervised steps: maximise the log-probability of worked solutions (answer and end token; the prompt is not trained);
+       matrices of the layers by Muon, the rest by AdamW
     3. written as a Hugging Face folder, under a name that is the hash of everything it depends on, so the next run finds it
 
-It plays the part of a pre-trained model: good enough to be right now and then, which reinforcement learning needs.
+It plays the part of a pre-trained model: good enough to be right now and then, which reinforcement learning needs. What made it quick, held-out loss after
+100 steps of 64 solutions of chain_sum (nats per token): AdamW 1.38; first weights of size 1/sqrt(width) 0.88; Muon 0.70; both and a short rotary base 0.36.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ import torch
 
 import areal_hpc
 from areal_hpc.config import Data, Model
+from areal_hpc.data import worked
 from areal_hpc.data.datasets import Problem, load_problems
-from areal_hpc.data.worked import worked_solution
 from areal_hpc.models import hf, tokenizer
 from areal_hpc.models.decoder import Decoder, DecoderConfig, Packed
 
@@ -34,6 +36,10 @@ WARMUP_SHARE = 0.05
 """Share of the steps over which the learning rate rises."""
 FINAL_LR_SHARE = 0.1
 MAX_GRAD_NORM = 1.0
+MUON_LR = 0.02
+MUON_MOMENTUM = 0.95
+ROPE_THETA = 100.0
+"""Base of the rotary frequencies: answers are tens of tokens long, so longer wavelengths than a few hundred tokens would say nothing."""
 NUM_THREADS = 2
 """Threads while a model is built: the run's other ranks sleep then. More threads than idle cores are far slower than one."""
 
@@ -56,10 +62,12 @@ def cached_model(model: Model, data: Data, cache_dir: Path, num_threads: int = N
 
 
 def cache_key(model: Model, data: Data) -> str:
-    """SHA-256 (hexadecimal) of the settings, the content of data files, and the versions of the code that turns them into weights."""
+    """SHA-256 (hexadecimal) of the settings, the content of data files, and the code that turns them into weights (versions, and the sources that shape it)."""
+    sources = (__file__, worked.__file__, tokenizer.__file__)
     settings = {
         "model": {key: value for key, value in dataclasses.asdict(model).items() if key not in ("path", "dtype")},
         "data": dataclasses.asdict(data),
+        "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
         "files": [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in (data.path, data.heldout_path) if path],
         "versions": [areal_hpc.__version__, importlib.metadata.version("reasoning-gym"), torch.__version__],
     }
@@ -91,6 +99,8 @@ def decoder_config(model: Model, tokens: tokenizer.Tokenizer) -> DecoderConfig:
         head_dim=model.hidden_size // model.num_heads,
         tie_word_embeddings=True,
         max_position_embeddings=MAX_POSITION_EMBEDDINGS,
+        rope_theta=ROPE_THETA,
+        initializer_range=model.hidden_size**-0.5,
         eos_token_id=tokens.eos_token_id,
         pad_token_id=tokens.pad_token_id,
     )
@@ -99,7 +109,7 @@ def decoder_config(model: Model, tokens: tokenizer.Tokenizer) -> DecoderConfig:
 def example(problem: Problem, tokens: tokenizer.Tokenizer, suffix: str) -> tuple[np.ndarray, int]:
     """(prompt, worked solution and end token as one int32 array, length of the prompt)."""
     prompt_P = tokens.encode(problem.question + suffix)
-    solution_R = tokens.encode(worked_solution(problem), add_special_tokens=False)
+    solution_R = tokens.encode(worked.worked_solution(problem), add_special_tokens=False)
     return np.concatenate([prompt_P, solution_R, [tokens.eos_token_id]]).astype(np.int32), len(prompt_P)
 
 
@@ -115,19 +125,46 @@ def _batches(problems: Sequence[Problem], tokens: tokenizer.Tokenizer, suffix: s
 
 
 def supervise(decoder: Decoder, batches: Iterator[Packed], model: Model) -> list[float]:
-    """Supervised steps with AdamW: linear warm-up, then cosine to 10 %. Returns the loss of each step (nats per token)."""
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=model.warmstart_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    """Supervised steps: Muon and AdamW, linear warm-up, then cosine to 10 %. Returns the loss of each step (nats per token)."""
+    matrices = [parameter for parameter in decoder.model.layers.parameters() if parameter.ndim == 2]
+    momenta = [torch.zeros_like(matrix) for matrix in matrices]
+    others = [parameter for name, parameter in decoder.named_parameters() if parameter.ndim < 2 or "layers" not in name]
+    optimizer = torch.optim.AdamW(others, lr=model.warmstart_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     losses = []
     for step in range(model.warmstart_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = model.warmstart_lr * _schedule(step, model.warmstart_steps)
+        share = _schedule(step, model.warmstart_steps)
+        optimizer.param_groups[0]["lr"] = model.warmstart_lr * share
         loss = -decoder(next(batches), temperature=1.0).logprobs_M.mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), MAX_GRAD_NORM)
         optimizer.step()
-        optimizer.zero_grad()
+        muon_step(matrices, momenta, MUON_LR * share)
+        decoder.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@torch.no_grad()
+def muon_step(matrices: list[torch.nn.Parameter], momenta: list[torch.Tensor], lr: float) -> None:
+    """Muon (kellerjordan.github.io/posts/muon): Nesterov momentum whose singular values are set to about one, scaled by sqrt(rows / columns) where that exceeds one.
+
+    torch.optim.Muon computes in bfloat16, which takes 16 times as long as float32 on a CPU without such instructions.
+    """
+    for matrix, momentum in zip(matrices, momenta, strict=True):
+        assert matrix.grad is not None
+        momentum.mul_(MUON_MOMENTUM).add_(matrix.grad)
+        update = orthogonalised(matrix.grad + MUON_MOMENTUM * momentum)
+        matrix.sub_(update, alpha=lr * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5)
+
+
+def orthogonalised(matrix: torch.Tensor, num_iterations: int = 5) -> torch.Tensor:
+    """A matrix with the same singular vectors and singular values near one (0.7 to 1.2), by a quintic Newton-Schulz iteration."""
+    x = matrix / (matrix.norm() + 1e-7)
+    wide = x if x.shape[0] <= x.shape[1] else x.T
+    for _ in range(num_iterations):
+        gram = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
+    return wide if x.shape[0] <= x.shape[1] else wide.T
 
 
 def _schedule(step: int, num_steps: int) -> float:

@@ -20,7 +20,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ def _buckets(flat: torch.Tensor, bucket_bytes: int) -> list[torch.Tensor]:
 
 def checksum(flat: torch.Tensor) -> int:
     """CRC32C of a flat buffer's bytes (0 for an empty one)."""
-    return crc32c(flat.view(torch.uint8).cpu().numpy()) if flat.numel() else 0
+    return crc32c(flat.view(torch.uint8).cpu().numpy().data) if flat.numel() else 0
 
 
 class Network:
@@ -114,7 +114,8 @@ class Network:
     def __init__(self, world: World, connection: Connection, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
         self.is_cuda = connection.device.type == "cuda"
-        generation, self._groups = list(world.generation_ranks), {}
+        generation = list(world.generation_ranks)
+        self._groups: dict[int, Any] = {}
         if self.is_cuda:
             members = list(world.training_ranks) + generation
             self._all = connection.spanning_group("push", members, world.world_rank)

@@ -33,10 +33,12 @@ def whole(trainer) -> dict[str, torch.Tensor]:
 
 def train_one_rank(role_rank: int, num_ranks: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), num_ranks), rank=role_rank, world_size=num_ranks)
-    trainer = tiny_trainer(mesh=init_device_mesh("cpu", (num_ranks,)), **OPTIONS)
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    trainer = tiny_trainer(mesh, **OPTIONS)
     assert trainer.model.mesh is not None, "sharded"
     result = {"stats": [trainer.train_batch(batch) for batch in batches(num_ranks, role_rank)], "full": whole(trainer)}
     result["shards"] = [(shard.name, shard.shape, shard.row_start, shard.local.clone()) for shard in trainer.named_shards()]
+    result["bfloat16"] = tiny_trainer(mesh, torch.bfloat16, **OPTIONS).train_batch(next(batches(num_ranks, role_rank)))
     checkpoint.save_checkpoint(folder / "step", trainer, {"policy_version": NUM_STEPS})
     checkpoint.save_model(folder / "model", trainer, TINY)
     checkpoint.load_checkpoint(folder.parent / "one" / "step", trainer)  # written by a single rank, continued by several
