@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -54,8 +55,19 @@ def main(mode: str, fraction: float, out: Path) -> None:
         (out / f"ok-{world.world_rank}").touch()
 
 
+class DamagingSender(Sender):
+    """Announces a wrong checksum for the third version."""
+
+    num_packed = 0
+
+    def pack(self, shards: Iterable[tuple[str, torch.Tensor]]) -> int:
+        self.num_packed += 1
+        return super().pack(shards) ^ (self.num_packed == 3)
+
+
 def send(mode: str, world: topology.World, manifest: Manifest, network: Network, mailbox: Mailbox, device: torch.device) -> None:
-    publisher = Publisher(world, mailbox, Sender(manifest, world.role_rank, network, device), Phases(world.world_rank, "training"), deadline_s=3 if mode == "stall" else 60)
+    sender = (DamagingSender if mode == "damaged" else Sender)(manifest, world.role_rank, network, device)
+    publisher = Publisher(world, mailbox, sender, Phases(world.world_rank, "training"), deadline_s=3 if mode == "stall" else 60)
 
     def pump() -> None:
         for message in mailbox.poll():
@@ -66,9 +78,6 @@ def send(mode: str, world: topology.World, manifest: Manifest, network: Network,
         for name, tensor in model(version).items():
             start, count = shard_rows(tensor.shape[0], world.num_training, world.role_rank)
             shards[name] = tensor[start : start + count].clone()
-        if mode == "damaged" and version == 2 and world.is_first_trainer:
-            original = publisher.sender.pack
-            publisher.sender.pack = lambda pairs: original(pairs) ^ 1  # type: ignore[method-assign]
         if world.is_first_trainer:
             publisher.wait_settled(pump)
         publisher.publish(shards.items(), version, 0, evaluate=False, final=False)
