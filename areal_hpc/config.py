@@ -60,11 +60,13 @@ class Model:
     """Key/value heads of the model that is built when `path` is empty."""
     intermediate_size: int = 384
     """Width of the feed-forward layers of the model that is built when `path` is empty."""
-    warmstart_steps: int = 300
+    warmstart_steps: int = 340
     """Supervised steps on worked solutions before the run, when `path` is empty; 0 leaves random weights."""
     warmstart_batch_size: int = 64
     """Worked solutions in one supervised step."""
-    warmstart_lr: float = 2e-3
+    warmstart_direct_steps: int = 40
+    """The last of the supervised steps, in which most solutions state the answer alone: a habit that mostly fails, and that reinforcement learning has to undo."""
+    warmstart_lr: float = 1e-2
     """Peak learning rate of the supervised steps (cosine to 10 %)."""
     warmstart_seed: int = 0
     """Seed of the model that is built: kept apart from the run's seed, as a pre-trained model would be."""
@@ -276,6 +278,8 @@ def check(config: Config) -> None:
         _require(task in SAFE_TASKS, f"data.tasks: '{task}' is not one of the tasks that can be scored safely: {', '.join(SAFE_TASKS)}")
     _require(bool(data.path or data.tasks), "data.tasks is empty and no data.path is given")
     _require(data.min_terms <= data.max_terms, f"data.min_terms={data.min_terms} is above data.max_terms={data.max_terms}")
+    steps, direct = config.model.warmstart_steps, config.model.warmstart_direct_steps
+    _require(steps == 0 or direct <= steps, f"model.warmstart_direct_steps={direct} are the last of model.warmstart_steps={steps}; use at most that many")
     _require(0 < data.heldout_fraction < 1, f"data.heldout_fraction={data.heldout_fraction} must lie between 0 and 1")
     largest = record_bytes(config)
     _require(
@@ -291,13 +295,14 @@ def check(config: Config) -> None:
 
 
 def _check_positive(section: str, part: object) -> None:
-    may_be_zero = {"warmstart_steps", "warmup_steps", "weight_decay", "every", "save_every", "max_staleness", "seed", "wrong", "right", "warmstart_seed"}
+    may_be_zero = {"warmstart_steps", "warmstart_direct_steps", "warmup_steps", "weight_decay", "every", "save_every"}
+    any_sign = {"right", "wrong", "seed", "warmstart_seed", "max_staleness"}
     for item in dataclasses.fields(part):  # type: ignore[arg-type]
         value = getattr(part, item.name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             zero_ok = item.name in may_be_zero or (section == "evaluation" and item.name == "temperature")
             _require(math.isfinite(value), f"{section}.{item.name}={value} must be finite")
-            if item.name not in ("right", "wrong", "seed", "warmstart_seed", "max_staleness"):
+            if item.name not in any_sign:
                 _require(value > 0 or (zero_ok and value == 0), f"{section}.{item.name}={value} must be {'zero or more' if zero_ok else 'above zero'}")
 
 

@@ -8,15 +8,32 @@ from areal_hpc.config import Config, ConfigError, Data, Evaluation, Generation, 
 
 
 def laptop() -> Config:
-    """What `make demo` runs: a 1 M parameter model, warm-started on the spot, learns multi-step sums on two cores."""
-    return Config(recipe="laptop")
+    """What `make demo` runs: a 1 M parameter model, warm-started on the spot, learns to write out sums step by step, on two cores."""
+    return Config(
+        recipe="laptop",
+        data=Data(tasks=("chain_sum",), min_terms=3, max_terms=6, max_digits=1, max_prompt_tokens=64),
+        generation=Generation(max_new_tokens=96, max_num_running=64),
+        staleness=Staleness(max_staleness=4),
+        train=Train(num_steps=150, batch_size=128, group_size=8, lr=5e-5, warmup_steps=10),
+        evaluation=Evaluation(num_problems=512, every=50),
+        topology=Topology(num_ranks=2),
+    )
 
 
 def smoke() -> Config:
     """A few steps of a tiny model on any machine, in seconds: is everything installed?"""
     return Config(
         recipe="smoke",
-        model=Model(num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, intermediate_size=128, warmstart_steps=5, warmstart_batch_size=16),
+        model=Model(
+            num_layers=2,
+            hidden_size=64,
+            num_heads=4,
+            num_kv_heads=2,
+            intermediate_size=128,
+            warmstart_steps=5,
+            warmstart_direct_steps=0,
+            warmstart_batch_size=16,
+        ),
         data=Data(size=600, max_terms=3, max_digits=1),
         generation=Generation(max_new_tokens=32, max_num_running=16),
         staleness=Staleness(max_staleness=2),

@@ -2,7 +2,7 @@
 
     1. tokenizer from the characters of the problems, random decoder of the Qwen2 architecture
     2. `warmstart_steps` supervised steps: maximise the log-probability of worked solutions (answer and end token; the prompt is not trained);
-       matrices of the layers by Muon, the rest by AdamW
+       matrices of the layers by Muon, the rest by AdamW; in the last `warmstart_direct_steps` most solutions are the answer alone
     3. written as a Hugging Face folder, under a name that is the hash of everything it depends on, so the next run finds it
 
 It plays the part of a pre-trained model: good enough to be right now and then, which reinforcement learning needs. What made it quick, held-out loss after
@@ -17,6 +17,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch
 import areal_hpc
 from areal_hpc.config import Data, Model
 from areal_hpc.data import worked
-from areal_hpc.data.datasets import Problem, load_problems
+from areal_hpc.data.datasets import GOLD_MARKER, Problem, load_problems
 from areal_hpc.models import hf, tokenizer
 from areal_hpc.models.decoder import Decoder, DecoderConfig, Packed
 
@@ -35,16 +36,17 @@ MAX_POSITION_EMBEDDINGS = 4096
 WARMUP_SHARE = 0.05
 """Share of the steps over which the learning rate rises."""
 FINAL_LR_SHARE = 0.1
+DIRECT_SHARE = 0.75
+"""Share of solutions without steps in the last `warmstart_direct_steps`."""
 MAX_GRAD_NORM = 1.0
 MUON_LR = 0.02
 MUON_MOMENTUM = 0.95
 ROPE_THETA = 100.0
 """Base of the rotary frequencies: answers are tens of tokens long, so longer wavelengths than a few hundred tokens would say nothing."""
-NUM_THREADS = 2
-"""Threads while a model is built: the run's other ranks sleep then. More threads than idle cores are far slower than one."""
+MAX_THREADS = 2
 
 
-def cached_model(model: Model, data: Data, cache_dir: Path, num_threads: int = NUM_THREADS) -> Path:
+def cached_model(model: Model, data: Data, cache_dir: Path, num_threads: int | None = None) -> Path:
     """Hugging Face folder of the warm-started model for these settings, built on first use.
 
     Two processes may race: each builds its own, the first rename wins, the loser discards its copy. Raises ConfigError for data without worked solutions.
@@ -54,11 +56,17 @@ def cached_model(model: Model, data: Data, cache_dir: Path, num_threads: int = N
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".building-") as private:
             built = Path(private) / folder.name
-            warmstart(model, data, built, num_threads)
+            warmstart(model, data, built, num_threads or spare_threads())
             with contextlib.suppress(OSError):  # not empty: somebody else was first, and the same settings gave the same model
                 built.rename(folder)
     assert (folder / "config.json").is_file(), folder
     return folder
+
+
+def spare_threads() -> int:
+    """Threads to build a model with (the run's other ranks sleep then): two where a core is idle, else one, as threads that wait for a busy core are far slower."""
+    idle = len(os.sched_getaffinity(0)) - os.getloadavg()[0]
+    return MAX_THREADS if idle >= 1 else 1
 
 
 def cache_key(model: Model, data: Data) -> str:
@@ -74,7 +82,7 @@ def cache_key(model: Model, data: Data) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def warmstart(model: Model, data: Data, folder: Path, num_threads: int = NUM_THREADS) -> None:
+def warmstart(model: Model, data: Data, folder: Path, num_threads: int = 1) -> None:
     """Build, train and write the model. Same settings, same machine, same threads: same bits. Raises ConfigError for data without worked solutions."""
     problems = load_problems(data)
     tokens = tokenizer.build(problems, data.suffix)
@@ -106,21 +114,25 @@ def decoder_config(model: Model, tokens: tokenizer.Tokenizer) -> DecoderConfig:
     )
 
 
-def example(problem: Problem, tokens: tokenizer.Tokenizer, suffix: str) -> tuple[np.ndarray, int]:
-    """(prompt, worked solution and end token as one int32 array, length of the prompt)."""
+def example(problem: Problem, tokens: tokenizer.Tokenizer, suffix: str, *, with_steps: bool) -> tuple[np.ndarray, int]:
+    """(prompt, solution and end token as one int32 array, length of the prompt). Without steps the solution is the answer alone."""
     prompt_P = tokens.encode(problem.question + suffix)
-    solution_R = tokens.encode(worked.worked_solution(problem), add_special_tokens=False)
+    solution = worked.worked_solution(problem) if with_steps else f"{GOLD_MARKER}{problem.answer}"
+    solution_R = tokens.encode(solution, add_special_tokens=False)
     return np.concatenate([prompt_P, solution_R, [tokens.eos_token_id]]).astype(np.int32), len(prompt_P)
 
 
 def _batches(problems: Sequence[Problem], tokens: tokenizer.Tokenizer, suffix: str, model: Model) -> Iterator[Packed]:
-    """Batches without end; each problem once before any comes again."""
+    """One batch a step; each problem once before any comes again."""
     rng, order = np.random.default_rng(model.warmstart_seed), np.zeros(0, np.int64)
-    while True:
+    for step in range(model.warmstart_steps):
         while len(order) < model.warmstart_batch_size:
             order = np.append(order, rng.permutation(len(problems)))
         chosen, order = order[: model.warmstart_batch_size], order[model.warmstart_batch_size :]
-        sequences, prompt_lengths = zip(*[example(problems[k], tokens, suffix) for k in chosen], strict=True)
+        direct = step >= model.warmstart_steps - model.warmstart_direct_steps
+        with_steps = rng.random(len(chosen)) >= (DIRECT_SHARE if direct else 0)
+        examples = [example(problems[k], tokens, suffix, with_steps=bool(steps)) for k, steps in zip(chosen, with_steps, strict=True)]
+        sequences, prompt_lengths = zip(*examples, strict=True)
         yield Packed.build(sequences, prompt_lengths)
 
 

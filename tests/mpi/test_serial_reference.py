@@ -106,6 +106,7 @@ def test_synchronous_job_equals_the_serial_reference(base: Config, tmp_path: Pat
         topology=Topology(num_ranks=num_ranks, generation_fraction=fraction),
         generation=replace(base.generation, temperature=0.9),
         evaluation=replace(base.evaluation, num_problems=2),
+        train=replace(base.train, lr=1e-3),
     )
     job = jobs.run(config, tmp_path / "run")
     accuracy = job.table("steps")["accuracy"]

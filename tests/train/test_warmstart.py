@@ -14,7 +14,17 @@ from areal_hpc.models.decoder import Packed
 from areal_hpc.models.tokenizer import Tokenizer
 from areal_hpc.train import warmstart
 
-MODEL = Model(num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64, warmstart_steps=60, warmstart_batch_size=16, warmstart_lr=2e-3)
+MODEL = Model(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    intermediate_size=64,
+    warmstart_steps=60,
+    warmstart_direct_steps=0,
+    warmstart_batch_size=16,
+    warmstart_lr=2e-3,
+)
 DATA = Data(size=200)
 
 
@@ -29,7 +39,7 @@ def test_learned_and_equal_to_transformers(folder):
     tokens, theirs, problems = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder), load_problems(DATA)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.eos_token_id == tokens.eos_token_id
-    reference, examples = [], [warmstart.example(problem, tokens, DATA.suffix) for problem in problems.heldout[:16]]
+    reference, examples = [], [warmstart.example(problem, tokens, DATA.suffix, with_steps=True) for problem in problems.heldout[:16]]
     for problem, (sequence, prompt) in zip(problems.heldout, examples, strict=False):
         assert theirs(problem.question + DATA.suffix).input_ids == sequence[:prompt].tolist()
         assert sequence[-1] == tokens.eos_token_id
