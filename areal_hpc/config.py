@@ -170,6 +170,8 @@ class Reward:
     """Reward of a right answer, on its last token."""
     wrong: float = -5.0
     """Reward of a wrong or missing answer, on its last token."""
+    custom: str = ""
+    """`module:function` called as f(problem, answer_text) -> float in the grading process, 1.0 meaning right; empty: the data's own scorer."""
     deadline_s: float = 5.0
     """Seconds one answer may be graded, from the moment a worker takes it; then the worker is killed and the answer counted as failed."""
     max_failure_rate: float = 0.2

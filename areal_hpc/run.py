@@ -57,7 +57,7 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
         model_dir = prepare_model(config, world)
         status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
-            rewards.configure(config.data, config.reward.deadline_s)
+            rewards.configure(config.data, config.reward.deadline_s, config.reward.custom)
             generate(config, world, connection, problems, model_dir, rewards, phases)
         else:
             rewards.close()
@@ -170,7 +170,7 @@ def train(
     """A training rank. Returns the exit status and, on training rank 0, the summary for exit.json."""
     decoder_config = hf.load_config(model_dir)
     mesh = groups.training_mesh(world, connection.device)
-    trainer = Trainer(decoder_config, config.train, temperature=config.generation.temperature, device=connection.device, mesh=mesh)
+    trainer = Trainer(decoder_config, config.train, temperature=config.generation.temperature, device=connection.device, mesh=mesh, dtype=wire_dtype(config))
     trainer.load(load_weights_from(model_dir))
     lanes = create_lanes(config, world)
     manifest = Manifest.of(((shard.name, shard.shape) for shard in trainer.named_shards()), wire_dtype(config), world.num_training)

@@ -11,6 +11,17 @@ import yaml
 
 from areal_hpc.cli import main
 
+
+@pytest.fixture(autouse=True)
+def _no_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake that slips through must fail the test, not start a job."""
+
+    def refuse(config: object) -> int:
+        raise AssertionError("ranks would have been started")
+
+    monkeypatch.setattr("areal_hpc.launch.local.LocalJob", refuse)
+
+
 MISTAKES = {
     "no command": ([], None),
     "unknown command": (["rum"], "did you mean run?"),
@@ -21,7 +32,7 @@ MISTAKES = {
     "not a number": (["run", "laptop", "--train.num-steps", "many"], "many"),
     "not a choice": (["run", "laptop", "--staleness.mode", "dropp"], "dropless"),
     "one rank": (["run", "laptop", "--topology.num-ranks", "1"], "use 2 or more"),
-    "too many training ranks": (["run", "laptop", "--topology.num-ranks", "400"], "100 training ranks"),
+    "too many training ranks": (["run", "laptop", "--topology.num-ranks", "4000"], "1000 training ranks"),
     "fraction": (["run", "laptop", "--topology.generation-fraction", "1.5"], "between 0 and 1"),
     "group size": (["run", "laptop", "--train.batch-size", "30"], "use batch_size 24 or 32"),
     "mini-batches": (["run", "laptop", "--train.num-minibatches", "3"], "does not divide"),

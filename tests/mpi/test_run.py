@@ -71,9 +71,11 @@ def test_same_seed_same_bits(base: Config, tmp_path: Path) -> None:
     assert first.table("steps")["staleness_max"].tolist() == [0, 0, 0]
 
 
-def test_rank_that_fails_ends_the_job(base: Config, tmp_path: Path) -> None:
-    """Answers that cannot be graded in time: a generation rank raises, and within 10 s the job is over, with its name and first traceback."""
-    config = replace(base, reward=replace(base.reward, deadline_s=1e-6), train=replace(base.train, num_steps=1000))
+def test_rank_that_fails_ends_the_job(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that cannot be graded: a generation rank raises, and within 10 s the job is over, with its name and first traceback."""
+    (tmp_path / "broken_reward.py").write_text("def grade(problem, text):\n    raise RuntimeError('no grade')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = replace(base, reward=replace(base.reward, custom="broken_reward:grade"), train=replace(base.train, num_steps=1000))
     process = jobs.start(with_ranks(config, 3), tmp_path / "run")
     job = jobs.finish(process, tmp_path / "run")
     assert job.status == 1
