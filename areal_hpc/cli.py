@@ -112,6 +112,10 @@ def _be_rank(args: list[str]) -> int:
     from areal_hpc.run import agree_on_attempt, run_rank
 
     attempt = os.environ.get("AREAL_HPC_ATTEMPT_DIR")
+    if attempt is None:  # nobody has checked the inputs for this rank
+        from areal_hpc.validate import check_inputs
+
+        check_inputs(config)
     run_rank(config, Path(attempt) if attempt else agree_on_attempt(with_run_dir(config)))
 
 

@@ -238,7 +238,7 @@ def open_head(
     progress = Progress(config.train.num_steps, "live" if mode == "live" else "none" if mode == "none" else "lines")
     composer = Composer(config, world.num_training)
     recorder = Recorder(config, world, log, progress, phases)
-    progress.message(
-        f"{world.num_generation} generation + {world.num_training} training ranks, {len(problems.train)} training and {len(problems.heldout)} held-out problems"
-    )
+    progress.message(f"{world.num_generation} generation + {world.num_training} training ranks")
+    repeated = f", {problems.num_duplicates} repeated questions left out" if problems.num_duplicates else ""
+    progress.message(f"{len(problems.train)} training and {len(problems.heldout)} held-out problems{repeated}")
     return Head(config, world, mailbox, publisher, composer, recorder, stop_requested=lambda: stop.requested)

@@ -120,7 +120,7 @@ class RolloutWorker:
         """Confirm what is received; between two steps, swap to it, unless an evaluation needs the weights in use."""
         if self.receiver.poll():
             assert self.receiver.staged is not None
-            self.mailbox.post(self.trainer, Tag.CONFIRM, self.receiver.staged.version)
+            self.mailbox.post(self.trainer, Tag.CONFIRM, (self.receiver.staged.version, self.receiver.receive_s))
         staged = self.receiver.staged
         if staged is None or staged.version <= self.engine.policy_version or self.evaluation is not None:
             return

@@ -49,7 +49,6 @@ class Head:
         """Act on all messages that are here. Never blocks."""
         for message in self.mailbox.poll():
             self._receive(message)
-        self.publisher.poll_sent()
         self.composer.ledger.oldest_active_version = max(0, self.publisher.oldest_active_version)
         push = self.publisher.push
         if push is not None and self.publisher.settled and len(push.pause_s) == self.world.num_generation:
@@ -190,6 +189,14 @@ class TrainingRank:
         ledger = self.head.composer.ledger
         return f"{len(ledger.waiting)} groups are waiting, {self.config.groups_per_batch} make a batch, tickets below {ledger.limit} may run"
 
+    def wait_for_stop(self, deadline_s: float) -> None:
+        """Until training rank 0 has seen the run to its end: asleep, not in a collective. Raises TimeoutError."""
+        stop_at = time.monotonic() + deadline_s
+        while not any(message.tag == Tag.STOP for message in self.mailbox.poll()):
+            if time.monotonic() > stop_at:
+                raise TimeoutError(f"waited {deadline_s:g} s for training rank 0 to end the run")
+            time.sleep(POLL_S)
+
     def report(self, final: bool) -> None:
         """Phases of a training rank other than 0, for the log."""
         if self.head is None:
@@ -233,19 +240,20 @@ def training_loop(rank: TrainingRank, save: Callable[[int], None]) -> int:
 def end_run(rank: TrainingRank, *, finished: bool) -> dict:
     """Wait for the last push and, if the run finished, the last evaluation; stop all ranks; account for every group. Returns the summary (training rank 0)."""
     rank.phases.enter("evaluate")
+    deadline_s = rank.config.transport.data_deadline_s
     if rank.head is None:
         rank.report(final=True)
-        rank.mailbox.drain(rank.config.transport.push_deadline_s)
+        rank.wait_for_stop(deadline_s)
         return {}
-    head, deadline_s = rank.head, rank.config.transport.data_deadline_s
+    head = rank.head
     rank.publisher.wait_settled(head.pump)
     if finished:
         head.wait(lambda: not head.evaluating, deadline_s, lambda: "the last evaluation")
     head.log_push()
     rank.phases.enter("stop")
-    for world_rank in rank.world.generation_ranks:
-        rank.mailbox.post(world_rank, Tag.STOP)
     others = [r for r in range(rank.world.size) if r != rank.world.world_rank]
+    for world_rank in others:
+        rank.mailbox.post(world_rank, Tag.STOP)
     head.wait(
         lambda: all(r in head.recorder.finals for r in others),
         deadline_s,

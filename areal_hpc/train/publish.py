@@ -23,22 +23,27 @@ class Push:
     pack_s: float
     checksum: int
     started_at: float
-    sent_at: float | None = None
-    confirmed: dict[int, float] = field(default_factory=dict)
-    """world rank -> time of its CONFIRM."""
+    receive_s: dict[int, float] = field(default_factory=dict)
+    """world rank -> seconds from its announcement to the checked bytes, as that rank measured them (this one trains meanwhile)."""
+    settled_at: float | None = None
+    """When the last confirmation was read."""
     pause_s: dict[int, float] = field(default_factory=dict)
     """world rank -> seconds it stood still for the swap."""
 
+    @property
+    def transfer_s(self) -> float:
+        """The slowest receiver's time."""
+        return max(self.receive_s.values())
+
     def row(self) -> dict:
         """Row of /pushes."""
-        last = max(self.confirmed.values())
-        sent_at = min(self.sent_at or last, last)
+        assert self.settled_at is not None
         return {
             "version": self.version,
             "bytes": self.num_bytes,
             "pack_s": self.pack_s,
-            "transfer_s": sent_at - self.started_at,
-            "confirm_s": last - sent_at,
+            "transfer_s": self.transfer_s,
+            "confirm_s": max(0.0, self.settled_at - self.started_at - self.transfer_s),
             "pause_max_s": max(self.pause_s.values(), default=0.0),
             "checksum": self.checksum,
         }
@@ -79,8 +84,11 @@ class Publisher:
     def receive(self, message: Message) -> bool:
         """Book a CONFIRM or SWAPPED message; False for any other."""
         if message.tag == Tag.CONFIRM:
-            assert self.push is not None and message.body == self.push.version, f"confirmation of version {message.body} out of turn"
-            self.push.confirmed[message.source] = time.monotonic()
+            version, receive_s = message.body
+            assert self.push is not None and version == self.push.version, f"confirmation of version {version} out of turn"
+            self.push.receive_s[message.source] = receive_s
+            if self.settled:
+                self.push.settled_at = time.monotonic()
         elif message.tag == Tag.SWAPPED:
             version, pause_s = message.body
             self.active_version[message.source] = version
@@ -98,12 +106,7 @@ class Publisher:
     @property
     def settled(self) -> bool:
         """Every generation rank has confirmed the latest push."""
-        return self.push is None or len(self.push.confirmed) == self.world.num_generation
-
-    def poll_sent(self) -> None:
-        """Note when the broadcasts were done."""
-        if self.push is not None and self.push.sent_at is None and self.sender.is_sent():
-            self.push.sent_at = time.monotonic()
+        return self.push is None or len(self.push.receive_s) == self.world.num_generation
 
     def wait_settled(self, pump: Callable[[], None]) -> None:
         """Until every rank has confirmed (training rank 0). Raises TimeoutError that names the ranks that have not."""
@@ -112,6 +115,6 @@ class Publisher:
                 pump()
                 assert self.push is not None
                 if time.monotonic() > self.push.started_at + self.deadline_s:
-                    late = [self.world.name_of(rank) for rank in self.world.generation_ranks if rank not in self.push.confirmed]
+                    late = [self.world.name_of(rank) for rank in self.world.generation_ranks if rank not in self.push.receive_s]
                     raise TimeoutError(f"version {self.push.version} was not confirmed within {self.deadline_s:g} s by {', '.join(late)}")
                 time.sleep(0.0005)

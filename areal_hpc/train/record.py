@@ -116,7 +116,7 @@ class Recorder:
         self.log.append("pushes", push.row())
         if self._step is None:
             return
-        row = self._step | {"push_s": push.pack_s + max(push.confirmed.values()) - push.started_at, "pause_s": max(push.pause_s.values(), default=0.0)}
+        row = self._step | {"push_s": push.pack_s + push.transfer_s, "pause_s": max(push.pause_s.values(), default=0.0)}
         self._step = None
         self.log.append("steps", row)
         self.progress.step(row)

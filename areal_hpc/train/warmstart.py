@@ -19,6 +19,7 @@ import json
 import math
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def cached_model(model: Model, data: Data, cache_dir: Path, num_threads: int | N
     folder = cache_dir / f"{data.tasks[0] if not data.path else Path(data.path).stem}-{cache_key(model, data)[:16]}"
     cache_dir.mkdir(parents=True, exist_ok=True)
     if not folder.is_dir():
+        print(f"building the small model: {model.warmstart_steps} supervised steps, a minute or two; kept in {folder}", flush=True)
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".building-") as private:
             built = Path(private) / folder.name
             warmstart(model, data, built, num_threads or spare_threads())
@@ -65,8 +67,12 @@ def cached_model(model: Model, data: Data, cache_dir: Path, num_threads: int | N
 
 def spare_threads() -> int:
     """Threads to build a model with (the run's other ranks sleep then): two where a core is idle, else one, as threads that wait for a busy core are far slower."""
-    idle = len(os.sched_getaffinity(0)) - os.getloadavg()[0]
-    return MAX_THREADS if idle >= 1 else 1
+    samples = []
+    for _ in range(5):
+        samples.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]))  # processes that run at this moment, this one included (proc(5))
+        time.sleep(0.02)
+    others = sorted(samples)[2] - 1
+    return MAX_THREADS if len(os.sched_getaffinity(0)) - others >= MAX_THREADS else 1
 
 
 def cache_key(model: Model, data: Data) -> str:

@@ -7,7 +7,7 @@ Who sends what to whom (payload in brackets; G0 and T0 are generation and traini
     VERSION    T0 -> every generation    a push begins [Announcement]
     LIMIT      T0 -> every generation    rejected tickets raised the limit [version, ticket limit]
     STARTED    generation -> T0          first tokens [list of (ticket, start version)]
-    CONFIRM    generation -> T0          a version is received and its checksums are right [version]
+    CONFIRM    generation -> T0          a version is received and its checksums are right [version, seconds to receive]
     SWAPPED    generation -> T0          a version is in use [version, pause in seconds]
     EVALUATED  generation -> T0          its share of an evaluation [Share]
     OBSERVED   any -> T0                 phases and counters [dict of arrays]

@@ -200,10 +200,6 @@ class Sender:
         flats[self.root] = self.flat
         self._works = self.network.broadcast(flats)
 
-    def is_sent(self) -> bool:
-        """Are the broadcasts complete on this side? Never blocks."""
-        return _done(self._works)
-
     def wait_sent(self, deadline_s: float) -> None:
         """Wait until the send buffer may be overwritten. Raises TimeoutError."""
         stop_at = time.monotonic() + deadline_s
@@ -227,7 +223,10 @@ class Receiver:
     device: torch.device
     staged: Announcement | None = None
     """The version that is completely received, checked, and not yet superseded."""
+    receive_s: float = 0.0
+    """How long that took, from `begin` to the checked bytes."""
     _incoming: Announcement | None = None
+    _began_at: float = 0.0
     _works: list[dist.Work] = field(default_factory=list)
     _flats: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -238,7 +237,7 @@ class Receiver:
     def begin(self, announcement: Announcement) -> None:
         """Post the receives of an announced version."""
         assert self._incoming is None, "two pushes at once"
-        self.staged, self._incoming = None, announcement
+        self.staged, self._incoming, self._began_at = None, announcement, time.monotonic()
         self._works = self.network.broadcast(self._flats)
 
     def poll(self) -> bool:
@@ -252,6 +251,7 @@ class Receiver:
                     f"weights of version {self._incoming.version} from training rank {root} arrived damaged: checksum {found:#010x}, sent {expected:#010x}"
                 )
         self.staged, self._incoming, self._works = self._incoming, None, []
+        self.receive_s = time.monotonic() - self._began_at
         return True
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -108,7 +108,7 @@ def receive(mode: str, world: topology.World, receiver: Receiver, mailbox: Mailb
         if receiver.poll():
             assert receiver.staged is not None
             version = receiver.staged.version
-            mailbox.post(world.training_ranks[0], Tag.CONFIRM, version)
+            mailbox.post(world.training_ranks[0], Tag.CONFIRM, (version, receiver.receive_s))
             engine.update_weights(receiver.named_tensors(), version)
             found = dict(engine.named_weights())
             for name, expected in model(version).items():

@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from areal_hpc.config import Config, Staleness, Topology
+from areal_hpc.config_io import as_yaml
+from areal_hpc.launch.local import find_launcher
 from areal_hpc.observe.schema import OUTCOMES
 
 pytestmark = pytest.mark.mpi
@@ -170,6 +172,19 @@ def test_configuration_is_stored_and_can_be_fed_back(base: Config, tmp_path: Pat
         [sys.executable, "-m", "areal_hpc", "run", "smoke", "--config", str(job.run_dir / "config.yaml"), "--print-config"], capture_output=True, text=True
     )
     assert yaml.safe_load(printed.stdout) == stored
+
+
+def test_under_the_users_own_mpiexec(base: Config, tmp_path: Path) -> None:
+    """Without our launcher, as under srun: ranks agree on the run folder; a mistake is one line and status 2, found before anything is written."""
+    described = tmp_path / "config.yaml"
+    described.write_text(as_yaml(replace(base, run_dir=str(tmp_path / "run"))))
+    command = [*find_launcher().command(2), sys.executable, "-m", "areal_hpc", "run", "smoke", "--config", str(described)]
+    bad = subprocess.run([*command, "--data.path", "no/such.jsonl"], capture_output=True, text=True)
+    assert bad.returncode == 2 and bad.stderr.count("error: ") == 1 and "no/such.jsonl" in bad.stderr, bad.stderr
+    assert not (tmp_path / "run").exists()
+    good = subprocess.run(command, capture_output=True, text=True)
+    assert good.returncode == 0, good.stderr
+    assert json.loads((tmp_path / "run" / "attempt-1" / "exit.json").read_text())["status"] == 0
 
 
 def test_open_mpi(base: Config, tmp_path: Path) -> None:
