@@ -25,6 +25,8 @@ from areal_hpc.transport.evaluation import Share, summarise
 from areal_hpc.transport.messages import Mailbox, Message, Tag
 
 POLL_S = 0.0005
+LOOK_EVERY_S = 1.0
+"""Between two looks at the processes behind the lanes, and between two signs of life from training rank 0 while a batch is not complete."""
 
 
 @dataclass(slots=True)
@@ -128,6 +130,9 @@ class TrainingRank:
     phases: Phases
     head: Head | None
     tokens_trained: int = 0
+    _progress_at: float = 0.0
+    """When the last trajectory arrived, or training rank 0 was last heard."""
+    _told_at: float = 0.0
 
     def publish(self, version: int) -> None:
         """Make this version the one that generation ranks use next."""
@@ -147,8 +152,9 @@ class TrainingRank:
     def next_plan(self) -> Plan | None:
         """Wait for the next batch, emptying the lanes meanwhile. None: the run was asked to stop. Raises TimeoutError when no data comes."""
         self.phases.enter("wait_data")
+        self._progress_at = time.monotonic()
         deadline_s = self.config.transport.data_deadline_s
-        stop_at = time.monotonic() + deadline_s
+        look_at = 0.0
         while True:
             arrivals = self.collector.drain()
             found = self._compose(arrivals) if self.head is not None else self._ask_head(arrivals)
@@ -156,22 +162,30 @@ class TrainingRank:
                 plan, rejected = found
                 self.collector.drop(rejected)
                 return plan
-            if arrivals:
-                stop_at = time.monotonic() + deadline_s
-            elif time.monotonic() > stop_at:
+            now = time.monotonic()
+            if now > self._progress_at + deadline_s:
                 raise TimeoutError(f"no trajectory came for {deadline_s:g} s; {self._what_is_missing()}")
-            if not arrivals:
+            if now > look_at:
                 self.collector.check_producers()
+                look_at = now + LOOK_EVERY_S
+            if not arrivals:
                 time.sleep(POLL_S)
 
     def _compose(self, arrivals: list[Arrival]) -> tuple[Plan | None, list[int]] | None:
         assert self.head is not None
+        composer, others = self.head.composer, self.world.training_ranks[1:]
+        num_arrived, now = composer.num_arrived, time.monotonic()
         for arrival in arrivals:
-            self.head.composer.arrive(arrival)
+            composer.arrive(arrival)
         self.head.pump()
+        if composer.num_arrived > num_arrived:
+            self._progress_at = now
         found: tuple[Plan | None, list[int]] | None = (None, []) if self.head.stop_requested() else self.head.next_plan()
-        if found is not None:
-            for rank in self.world.training_ranks[1:]:
+        if (
+            found is not None or now > self._told_at + LOOK_EVERY_S
+        ):  # a batch may take longer than the deadline: the others hear that it is still being composed
+            self._told_at = now
+            for rank in others:
                 self.mailbox.post(rank, Tag.PLAN, found)
         return found
 
@@ -180,12 +194,14 @@ class TrainingRank:
             self.mailbox.post(self.world.training_ranks[0], Tag.ARRIVED, arrivals)
         for message in self.mailbox.poll():
             assert message.tag == Tag.PLAN, f"unexpected {message.tag.name} message"
-            return message.body
+            self._progress_at = time.monotonic()
+            if message.body is not None:
+                return message.body
         return None
 
     def _what_is_missing(self) -> str:
         if self.head is None:
-            return "training rank 0 composed no batch"
+            return "training rank 0 has fallen silent"
         ledger = self.head.composer.ledger
         return f"{len(ledger.waiting)} groups are waiting, {self.config.groups_per_batch} make a batch, tickets below {ledger.limit} may run"
 

@@ -12,7 +12,7 @@ Who sends what to whom (payload in brackets; G0 and T0 are generation and traini
     EVALUATED  generation -> T0          its share of an evaluation [Share]
     OBSERVED   any -> T0                 phases and counters [dict of arrays]
     ARRIVED    training -> T0            sample tables of groups taken from the ring [list of Arrival]
-    PLAN       T0 -> training            the next batch [Plan]
+    PLAN       T0 -> training            the next batch [plan and rejected tickets; None: still being composed]
     STOP       T0 -> all                 the run ends
 """
 
