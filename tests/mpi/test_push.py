@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.local import find_launcher
+from areal_hpc.launch.local import find_launcher, remove_stale_segments
 
 pytestmark = pytest.mark.mpi
 WORKER = Path(__file__).with_name("push_worker.py")
@@ -17,7 +18,10 @@ WORKER = Path(__file__).with_name("push_worker.py")
 
 def push(mode: str, num_ranks: int, fraction: float, out: Path) -> subprocess.CompletedProcess[str]:
     command = [*find_launcher().command(num_ranks), sys.executable, str(WORKER), mode, str(fraction), str(out)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    began_at = time.time()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    remove_stale_segments(began_at)
+    return done
 
 
 @pytest.mark.parametrize(("num_ranks", "fraction"), [(2, 0.5), (4, 0.25), (5, 0.2), (5, 0.6)], ids=["1+1", "1+3", "1+4", "3+2"])
