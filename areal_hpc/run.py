@@ -35,7 +35,7 @@ from areal_hpc.train.publish import Publisher
 from areal_hpc.train.record import Recorder
 from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport.messages import Mailbox
-from areal_hpc.transport.ring import RingConsumer, RingProducer
+from areal_hpc.transport.ring import RingConsumer, RingProducer, sweep_stale
 from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
 
 UNBOUNDED_HELD = 2**31
@@ -120,8 +120,8 @@ def patient_bcast(world: World, text: str, deadline_s: float) -> str:
 
 
 def lane_name(token: str, generation_rank: int) -> str:
-    """Name of a lane in shared memory while both ends attach; unlinked right after."""
-    return f"areal_{token}_{generation_rank}"
+    """Name of a lane while both ends attach (ring.py adds its prefix); unlinked right after."""
+    return f"{token}.{generation_rank}"
 
 
 def wire_dtype(config: Config) -> torch.dtype:
@@ -210,7 +210,11 @@ def train(
 
 def create_lanes(config: Config, world: World) -> dict[int, RingConsumer]:
     """Create the lanes this training rank owns, let the generation ranks attach, and take the names away again: nothing can be left behind."""
-    secret = (secrets.token_hex(8), secrets.randbits(62)) if world.is_first_trainer else None
+    secret = None
+    if world.is_first_trainer:
+        secret = (secrets.token_hex(8), secrets.randbits(62))
+        for name in sweep_stale():
+            print(f"removed /dev/shm/{name}, left by a killed run", flush=True)
     token, job_id = world.comm.bcast(secret, root=world.training_ranks[0])
     mine = [g for g in range(world.num_generation) if lane_owner(g, world.num_training) == world.role_rank]
     lanes = {g: RingConsumer.create(lane_name(token, g), config.transport.lane_bytes, lane=g, job_id=job_id) for g in mine}
