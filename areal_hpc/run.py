@@ -37,6 +37,7 @@ from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport.messages import Mailbox
 from areal_hpc.transport.ring import RingConsumer, RingProducer, sweep_stale
 from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
+from areal_hpc.validate import model_folder
 
 UNBOUNDED_HELD = 2**31
 """Groups a training rank may hold when the gate bounds them anyway."""
@@ -89,7 +90,7 @@ def agree_on_attempt(config: Config) -> Path:
 def prepare_model(config: Config, world: World) -> Path:
     """Folder with config.json, tokenizer and first weights. Without a source, training rank 0 builds and warm-starts the small model, or finds it in the cache."""
     if config.model_source:
-        return Path(config.model_source)
+        return model_folder(Path(config.model_source))
     folder = None
     if world.is_first_trainer:
         from areal_hpc.train.warmstart import cached_model

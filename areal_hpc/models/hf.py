@@ -111,9 +111,9 @@ def save(
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    _write(partial / "config.json", (json.dumps(dict(config), indent=2, sort_keys=True) + "\n").encode())
+    write_synced(partial / "config.json", (json.dumps(dict(config), indent=2, sort_keys=True) + "\n").encode())
     for name, content in (tokenizer_files or {}).items():
-        _write(partial / name, content)
+        write_synced(partial / name, content)
     _save_weights(partial, named_tensors, max_file_bytes)
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     if target.exists():
@@ -136,11 +136,11 @@ def _save_weights(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]
     files = [SINGLE_FILE] if len(shards) == 1 else [f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors" for k in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, folder / file, metadata={"format": "pt"})
-        _sync(folder / file)
+        sync(folder / file)
     if len(files) > 1:
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        _write(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
+        write_synced(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -167,12 +167,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and push it to the disk."""
     path.write_bytes(content)
-    _sync(path)
+    sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Push a file, or a folder's entries, to the disk (fsync(2))."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -11,7 +11,6 @@ Both kinds are written beside their target and renamed: a reader, or a resumed r
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -49,11 +48,11 @@ def save_checkpoint(folder: Path, trainer: Trainer, meta: Mapping[str, Any], tok
     dcp.save(trainer.state_dict(), checkpoint_id=partial / STATE_FOLDER, **_collective(trainer))
     if is_root:
         for name, content in (tokenizer_files or {}).items():
-            _write(partial / name, content)
-        _write(partial / "config.json", (json.dumps(trainer.decoder_config.to_hf(), indent=2) + "\n").encode())
-        _sync(partial / STATE_FOLDER)
-        _write(partial / META_FILE, (json.dumps(dict(meta), indent=2) + "\n").encode())
-        _sync(partial)
+            hf.write_synced(partial / name, content)
+        hf.write_synced(partial / "config.json", (json.dumps(trainer.decoder_config.to_hf(), indent=2) + "\n").encode())
+        hf.sync(partial / STATE_FOLDER)
+        hf.write_synced(partial / META_FILE, (json.dumps(dict(meta), indent=2) + "\n").encode())
+        hf.sync(partial)
         _replace(folder, partial)
     _barrier(trainer)
 
@@ -127,17 +126,5 @@ def _replace(folder: Path, partial: Path) -> None:
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
-    _sync(folder.parent)
+    hf.sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Push a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

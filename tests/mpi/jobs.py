@@ -15,8 +15,8 @@ from areal_hpc.config import Config, Data, Evaluation, Generation, Model, Stalen
 from areal_hpc.config_io import save_yaml
 from areal_hpc.data.datasets import load_problems
 from areal_hpc.models import hf, tokenizer
-from areal_hpc.models.decoder_config import DecoderConfig
 from areal_hpc.observe.telemetry import read_table
+from areal_hpc.train.warmstart import decoder_config
 
 TIMEOUT_S = 240
 STARTED: list[subprocess.Popen[str]] = []
@@ -38,19 +38,7 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     files = folder.with_name(folder.name + "-tokenizer")
     words = tokenizer.build(load_problems(BASE.data))
     words.save(files)
-    model = BASE.model
-    config = DecoderConfig(
-        model_type="qwen2",
-        vocab_size=words.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads,
-        head_dim=model.hidden_size // model.num_heads,
-        eos_token_id=words.eos_token_id,
-        tie_word_embeddings=True,
-    )
+    config = decoder_config(BASE.model, words)
     decoder = hf.build_random(config, seed)
     hf.save(folder, config.to_hf(), decoder.named_parameters(), hf.tokenizer_files(files))
     return folder
