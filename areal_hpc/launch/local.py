@@ -150,6 +150,8 @@ def launch(config: Config) -> int:
     job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt_dir))
     status = final_status(job.wait(), attempt_dir, job.num_signals)
     remove_stale_segments(began_at)
+    if status == 0:
+        print(f"done; the model is in {config.run_dir}/model, tables and plots: areal-hpc report {config.run_dir}", flush=True)
     return status
 
 
