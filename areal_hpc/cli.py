@@ -5,6 +5,7 @@ Exit status: 0 done; 2 the configuration or data is wrong (one line, no tracebac
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -63,12 +64,16 @@ def configure(args: list[str], command: str) -> tuple[Config, list[str]]:
         name, _, value = argument.partition("=")
         if name == "--config":
             value = value or next(rest, "")
+            if not value or value.startswith("--"):
+                raise ConfigError("--config needs a file: --config FILE.yaml")
             base = load_yaml(value, base)
         elif name == "--print-config":
             flags.append(name)
         else:
             options.append(argument)
-    return parse_options(options, base, f"areal-hpc {command} {args[0]}"), flags
+    config = parse_options(options, base, f"areal-hpc {command} {args[0]}")
+    recipe(config.recipe)  # an option or a file may have changed the name
+    return config, flags
 
 
 def run(args: list[str]) -> int:
@@ -92,14 +97,14 @@ def run(args: list[str]) -> int:
     from areal_hpc.validate import check_inputs
 
     check_inputs(config)
-    status = launch(with_run_dir(config))
-    return status
+    if "--config" in " ".join(args) and not any(argument.startswith("--run-dir") for argument in args) and (Path(config.run_dir) / "attempt-1").exists():
+        print(f"run_dir={config.run_dir} of the --config file holds its own run; this one goes to a new folder")
+        config = dataclasses.replace(config, run_dir="")
+    return launch(with_run_dir(config))
 
 
 def with_run_dir(config: Config) -> Config:
     """The run directory made absolute; runs/RECIPE-TIME if none was given."""
-    import dataclasses
-
     run_dir = Path(config.run_dir) if config.run_dir else Path("runs") / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     return dataclasses.replace(config, run_dir=str(run_dir.absolute()))
 

@@ -283,6 +283,11 @@ def check(config: Config) -> None:
     steps, direct = config.model.warmstart_steps, config.model.warmstart_direct_steps
     _require(steps == 0 or direct <= steps, f"model.warmstart_direct_steps={direct} are the last of model.warmstart_steps={steps}; use at most that many")
     _require(0 < data.heldout_fraction < 1, f"data.heldout_fraction={data.heldout_fraction} must lie between 0 and 1")
+    _require(
+        config.transport.bucket_bytes >= 1 << 16, f"transport.bucket_bytes={config.transport.bucket_bytes}: at least 65536, or the push drowns in broadcasts"
+    )
+    custom = config.reward.custom
+    _require(not custom or custom.count(":") == 1, f"reward.custom={custom} must name module:function")
     largest = record_bytes(config)
     _require(
         largest <= config.transport.lane_bytes // 4,

@@ -29,14 +29,27 @@ def as_yaml(config: Config) -> str:
     return yaml.safe_dump(plain, sort_keys=False)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML allows a key twice and keeps one of them in silence: refuse."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"key '{name}' stands {names.count(name)} times in one section")
+        return super().construct_mapping(node, deep)
+
+
 def load_yaml(path: str, base: Config) -> Config:
     """`base` with the values of a YAML file. Raises ConfigError: missing file, malformed YAML, unknown key (nearest named), wrong type."""
     try:
         text = Path(path).read_text()
     except OSError as error:
         raise ConfigError(f"--config={path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config={path}: not a text file ({error.reason})") from error
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _UniqueKeys)  # a safe loader
     except yaml.YAMLError as error:
         raise ConfigError(f"--config={path}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):

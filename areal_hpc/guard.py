@@ -81,8 +81,9 @@ def _claim(path: Path, report: dict) -> bool:
     """True for the one rank that creates the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(report, indent=1) + "\n"
         with open(path, "x") as file:
-            json.dump(report, file, indent=1)
+            file.write(text)
     except FileExistsError:
         return False
     except OSError as error:  # a full or missing disk must not hide the real failure

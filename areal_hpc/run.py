@@ -202,8 +202,9 @@ def train(
         lane.close()
     if head is not None:
         if not finished:
-            head.recorder.log.event(world.world_rank, "stopped", f"{stop.signal_name} after step {steps}; checkpoint written")
-            head.recorder.progress.message(f"stopped by {stop.signal_name} after step {steps}; checkpoint written")
+            text = f"stopped on request ({stop.signal_name}) after step {steps}; checkpoint written"
+            head.recorder.log.event(world.world_rank, "stopped", text)
+            head.recorder.progress.message(text)
         head.recorder.log.close()
         head.recorder.progress.finish()
     return (guard.DONE if finished else guard.REQUEUE), {"steps": steps, **summary}

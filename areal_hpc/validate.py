@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
 
-from areal_hpc.config import Config, ConfigError
+from areal_hpc.config import Config, ConfigError, num_training_ranks
 
 
 def check_inputs(config: Config) -> None:
@@ -12,9 +14,12 @@ def check_inputs(config: Config) -> None:
     from areal_hpc.data.datasets import load_problems
     from areal_hpc.models.tokenizer import Tokenizer, build
 
+    check_machine(config)
     problems = load_problems(config.data)
     if config.model_source:
-        tokenizer = Tokenizer.from_folder(model_folder(Path(config.model_source)))
+        folder = model_folder(Path(config.model_source))
+        check_weight_files(folder)
+        tokenizer = Tokenizer.from_folder(folder)
     else:
         from areal_hpc.data.worked import worked_solution
 
@@ -30,6 +35,36 @@ def check_inputs(config: Config) -> None:
                 raise ConfigError(
                     f"{problem.source} problem {problem.index}: its prompt has {num_tokens} tokens, data.max_prompt_tokens is {limit}; raise it or drop the problem"
                 )
+
+
+def check_machine(config: Config) -> None:
+    """What the ranks of this machine will need: a GPU if one is asked for, shared memory for the lanes, a reward that can be found."""
+    if config.device == "cuda" and not Path("/dev/nvidiactl").exists():
+        raise ConfigError("device=cuda but this machine has no NVIDIA GPU; use --device auto or cpu")
+    num_ranks = config.topology.num_ranks
+    num_lanes = num_ranks - num_training_ranks(num_ranks, config.topology.generation_fraction)
+    shared = os.statvfs("/dev/shm")
+    needed, free = num_lanes * config.transport.lane_bytes, shared.f_bavail * shared.f_frsize
+    if needed > free:
+        raise ConfigError(
+            f"{num_lanes} lanes of transport.lane_bytes={config.transport.lane_bytes} need {needed} bytes of /dev/shm, which has {free} free; "
+            "use smaller lanes, fewer ranks, or enlarge /dev/shm"
+        )
+    module = config.reward.custom.partition(":")[0]
+    if module and importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise ConfigError(f"reward.custom={config.reward.custom}: there is no module '{module.partition('.')[0]}' on the Python path")
+
+
+def check_weight_files(folder: Path) -> None:
+    """The headers of all safetensors files can be read. Raises ConfigError naming the first that is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
 
 def model_folder(path: Path) -> Path:

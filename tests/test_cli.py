@@ -40,6 +40,13 @@ MISTAKES = {
     "hard bound without a bound": (["run", "laptop", "--staleness.mode", "drop", "--staleness.max-staleness", "inf"], "finite max_staleness"),
     "unsafe task": (["run", "laptop", "--data.tasks", "countdown"], "can be scored safely"),
     "small lane": (["run", "laptop", "--transport.lane-bytes", "1000"], "use at least"),
+    "tiny buckets": (["run", "laptop", "--transport.bucket-bytes", "1"], "at least 65536"),
+    "huge lanes": (["run", "laptop", "--transport.lane-bytes", "999999999999"], "/dev/shm"),
+    "custom reward without a function": (["run", "laptop", "--reward.custom", "foo"], "module:function"),
+    "custom reward that is not there": (["run", "laptop", "--reward.custom", "no_such_module_here:f"], "no module 'no_such_module_here'"),
+    "no GPU": (["run", "laptop", "--device", "cuda"], "no NVIDIA GPU"),
+    "recipe as an option": (["run", "laptop", "--recipe", "foo"], "unknown recipe 'foo'"),
+    "config without a file": (["run", "laptop", "--config"], "needs a file"),
     "zero steps": (["run", "laptop", "--train.num-steps", "0"], "must be above zero"),
     "missing data": (["run", "laptop", "--data.path", "no/such.jsonl"], "no/such.jsonl"),
     "missing model": (["run", "laptop", "--model.path", "no/such/model"], "no/such/model"),
@@ -53,6 +60,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_one_line_and_status_2(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    if name == "no GPU" and Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
     args, expected = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
     assert main(args) == 2
@@ -91,6 +100,7 @@ def test_bad_data_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("train:\n  batch_size: many\n", "expected int"),
         ("train:\n  objective: grpo\n", "'decoupled' or 'ppo'"),
         ("- 1\n", "expected sections"),
+        ("train: {num_steps: 3, num_steps: 4}\n", "key 'num_steps' stands 2 times"),
         ("train: [\n", "c.yaml"),
     ],
 )
@@ -99,6 +109,18 @@ def test_bad_yaml(text: str, expected: str, tmp_path: Path, capfd: pytest.Captur
     assert main(["run", "laptop", "--config", str(tmp_path / "c.yaml")]) == 2
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and expected in said, said
+
+
+def test_damaged_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Bytes instead of YAML, and weights that end early."""
+    (tmp_path / "c.yaml").write_bytes(bytes(range(256)))
+    assert main(["run", "laptop", "--config", str(tmp_path / "c.yaml")]) == 2
+    assert "not a text file" in capfd.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
+    assert main(["run", "laptop", "--model.path", str(tmp_path)]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "model.safetensors" in said
 
 
 def test_existing_run_is_not_touched(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

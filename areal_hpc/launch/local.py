@@ -21,6 +21,9 @@ from types import FrameType
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import save_yaml
 
+USER_ERROR = 2
+OLD_S = 600.0
+"""Age from which a file of MPICH's that nobody maps belongs to no job that is only starting."""
 GRACE_S = 15.0
 """Seconds between asking an MPI launcher to end and killing it."""
 PR_SET_PDEATHSIG = 1
@@ -78,11 +81,11 @@ def create_run_dir(config: Config) -> Path:
     attempt_dir = run_dir / "attempt-1"
     try:
         attempt_dir.mkdir(parents=True)
+        save_yaml(config, run_dir / "config.yaml")
     except FileExistsError:
-        raise ConfigError(f"run_dir={run_dir} holds a run already; choose another folder") from None
+        raise ConfigError(f"run_dir={run_dir} holds a run already; choose another folder with --run-dir") from None
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir}: {error.strerror}") from None
-    save_yaml(config, run_dir / "config.yaml")
     return attempt_dir
 
 
@@ -147,9 +150,13 @@ def launch(config: Config) -> int:
         "--config",
         str(attempt_dir.parent / "config.yaml"),
     ]
-    job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt_dir))
-    status = final_status(job.wait(), attempt_dir, job.num_signals)
-    remove_stale_segments(began_at)
+    try:
+        job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt_dir))
+        status = final_status(job.wait(), attempt_dir, job.num_signals)
+    finally:
+        remove_stale_files(began_at)
+    if status == USER_ERROR:
+        shutil.rmtree(attempt_dir.parent)  # made a moment ago, by this launcher: the same command can be given again
     if status == 0:
         print(f"done; the model is in {config.run_dir}/model, tables and plots: areal-hpc report {config.run_dir}", flush=True)
     return status
@@ -171,33 +178,56 @@ def rank_environment(config: Config, attempt_dir: Path) -> dict[str, str]:
 
 def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int) -> int:
     """What the job's own files say; a missing exit.json is a failure whatever mpiexec returned."""
-    done, failed = attempt_dir / "exit.json", attempt_dir / "failure.json"
-    if done.exists():
-        return int(json.loads(done.read_text())["status"])
-    if failed.exists():
-        report = json.loads(failed.read_text())
-        if report["exit_status"] != 2:  # a user's mistake has been said in one line already
+    failed = attempt_dir / "failure.json"
+    if done := _read_report(attempt_dir / "exit.json"):
+        return int(done["status"])
+    if report := _read_report(failed):
+        if report["exit_status"] != USER_ERROR:  # a user's mistake has been said in one line already
             print(f"failed: {report['name']}: {report['error']}  (traceback above and in {failed})", file=sys.stderr)
         return int(report["exit_status"])
-    cause = "ended by a second signal" if num_signals > 1 else f"a rank was killed or mpiexec failed (status {mpiexec_status}); no rank could report a cause"
-    report = {"status": "failed", "exit_status": 1, "name": "launcher", "error": cause, "time": time.time()}
-    failed.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"failed: {cause}; see {failed}", file=sys.stderr)
+    cause = _cause(mpiexec_status, num_signals)
+    print(f"failed: {cause}; {failed} has no more", file=sys.stderr)
+    try:
+        failed.write_text(json.dumps({"status": "failed", "exit_status": 1, "name": "launcher", "error": cause, "time": time.time()}, indent=1) + "\n")
+    except OSError as error:
+        print(f"could not write {failed}: {error.strerror}", file=sys.stderr)
     return 1
 
 
-def remove_stale_segments(since: float) -> None:
-    """MPICH leaves its shared-memory file behind when a job is aborted: remove those of this user that are newer than the job and that no process maps."""
+def _read_report(path: Path) -> dict | None:
+    """A file that a rank wrote at its end; None when it is missing, or half-written because the disk was full."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _cause(mpiexec_status: int, num_signals: int) -> str:
+    """What is known when no rank could say anything."""
+    if num_signals > 1:
+        return "ended by a second signal"
+    if mpiexec_status < 0:
+        return f"mpiexec was killed by {signal.Signals(-mpiexec_status).name}"
+    killed_by = mpiexec_status - 128 if mpiexec_status > 128 else mpiexec_status
+    if killed_by == signal.SIGKILL:
+        return "a rank was killed by SIGKILL (out of memory?); mpiexec names its process above"
+    return f"a rank or mpiexec ended with status {mpiexec_status} before any rank could report a cause"
+
+
+def remove_stale_files(since: float) -> None:
+    """MPICH leaves files behind when a job is aborted: remove those of this user that are newer than the job, or old, and that no process maps."""
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             mapped |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/mpich_shm" in line}
         except OSError:
             continue  # the process ended, or belongs to somebody else
-    for segment in Path("/dev/shm").glob("mpich_shm_*"):
+    candidates = [*Path("/dev/shm").glob("mpich_shm_*"), *Path("/tmp").glob("hydra_hwloc_xmlfile_*")]
+    for leftover in candidates:
         try:
-            status = segment.stat()
-            if status.st_uid == os.getuid() and status.st_mtime >= since and str(segment) not in mapped:
-                segment.unlink()
+            status = leftover.stat()
+            ours = status.st_mtime >= since or status.st_mtime < time.time() - OLD_S
+            if status.st_uid == os.getuid() and ours and str(leftover) not in mapped:
+                leftover.unlink()
         except FileNotFoundError:
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
@@ -16,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, Time
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-MAX_LINES = 200  # of a batch log, for any number of steps
+MAX_LINES = 200  # of a batch log, for any number of steps, as long as they follow each other within
+QUIET_S = 30.0
 
 
 def si(value: float) -> str:
@@ -60,6 +62,7 @@ class Progress:
         self._num_steps, self._mode = num_steps, mode
         self._stream = stream or sys.stdout
         self._every = max(1, math.ceil(num_steps / MAX_LINES))
+        self._said_at = time.monotonic()
         self._live: _Live | None = _Live(num_steps, self._stream) if mode == "live" else None
 
     def message(self, text: str) -> None:
@@ -77,7 +80,8 @@ class Progress:
         """A step ended; `row` has the columns of /steps."""
         if self._live:
             self._live.show(int(row["step"]), step_numbers(row))
-        elif row["step"] % self._every == 0 or row["step"] in (1, self._num_steps):
+        elif row["step"] % self._every == 0 or row["step"] in (1, self._num_steps) or time.monotonic() > self._said_at + QUIET_S:
+            self._said_at = time.monotonic()
             self.message(f"step {row['step']}/{self._num_steps}  {step_numbers(row)}")
 
     def finish(self, summary: str = "") -> None:

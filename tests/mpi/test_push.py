@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.local import find_launcher, remove_stale_segments
+from areal_hpc.launch.local import find_launcher, remove_stale_files
 
 pytestmark = pytest.mark.mpi
 WORKER = Path(__file__).with_name("push_worker.py")
@@ -20,7 +20,7 @@ def push(mode: str, num_ranks: int, fraction: float, out: Path) -> subprocess.Co
     command = [*find_launcher().command(num_ranks), sys.executable, str(WORKER), mode, str(fraction), str(out)]
     began_at = time.time()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    remove_stale_segments(began_at)
+    remove_stale_files(began_at)
     return done
 
 
