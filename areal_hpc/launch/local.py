@@ -186,7 +186,7 @@ def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int) -> in
             print(f"failed: {report['name']}: {report['error']}  (traceback above and in {failed})", file=sys.stderr)
         return int(report["exit_status"])
     cause = _cause(mpiexec_status, num_signals)
-    print(f"failed: {cause}; {failed} has no more", file=sys.stderr)
+    print(f"failed: {cause}", file=sys.stderr)
     try:
         failed.write_text(json.dumps({"status": "failed", "exit_status": 1, "name": "launcher", "error": cause, "time": time.time()}, indent=1) + "\n")
     except OSError as error:
@@ -211,7 +211,7 @@ def _cause(mpiexec_status: int, num_signals: int) -> str:
     killed_by = mpiexec_status - 128 if mpiexec_status > 128 else mpiexec_status
     if killed_by == signal.SIGKILL:
         return "a rank was killed by SIGKILL (out of memory?); mpiexec names its process above"
-    return f"a rank or mpiexec ended with status {mpiexec_status} before any rank could report a cause"
+    return f"a rank or mpiexec ended with status {mpiexec_status} and no cause is on file: see what was printed above"
 
 
 def remove_stale_files(since: float) -> None:
