@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 DONE, FAILED, USER_ERROR, REQUEUE = 0, 1, 2, 75
 """Exit statuses. USER_ERROR: the configuration or data is wrong. REQUEUE: stopped on a signal with a complete checkpoint."""
+END_DEADLINE_S = 60.0
+"""Seconds within which all ranks must reach the end, their files closed."""
 
 
 class AbortGuard:
     """Context manager around everything a rank does after MPI has started.
 
-    Example: `with AbortGuard(comm, attempt_dir) as guard: guard.name = world.name(); ...`
+    Example: `with AbortGuard(attempt_dir) as guard: guard.name = world.name(); ...`
     Trap: an exception in a thread passes by every `with`; the guard therefore also takes over `threading.excepthook`.
     """
 
@@ -95,7 +97,7 @@ def finish(world: World, attempt_dir: Path, status: int, summary: dict) -> NoRet
     """The clean end. All files must be closed. Collective."""
     if world.is_first_trainer:
         write_exit(attempt_dir, status, summary)
-    world.comm.Barrier()
+    world.barrier(END_DEADLINE_S, "leave")
     from mpi4py import MPI
 
     sys.stdout.flush()

@@ -64,6 +64,7 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
             rewards.close()
             status, summary = train(config, world, connection, problems, model_dir, attempt_dir, phases, stop)
         rewards.close()
+        world.barrier(config.transport.data_deadline_s, "end")
         status = world.control.bcast(status, root=world.training_ranks[0])
         guard.finish(world, attempt_dir, status, summary)
 
@@ -134,10 +135,11 @@ def generate(config: Config, world: World, connection: groups.Connection, proble
     """A generation rank: its engine starts empty and gets version 0 by the first push, as every other version."""
     tokenizer = Tokenizer.from_folder(model_dir)
     engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
+    world.barrier(config.transport.start_deadline_s, "have their model or engine")
     token, job_id = world.comm.bcast(None, root=world.training_ranks[0])
-    world.comm.Barrier()  # lanes exist
+    world.barrier(config.transport.start_deadline_s, "create their lanes")
     lane = RingProducer.open(lane_name(token, world.role_rank), job_id=job_id, timeout_s=config.transport.start_deadline_s)
-    world.comm.Barrier()  # and are attached
+    world.barrier(config.transport.start_deadline_s, "attach to their lanes")
     manifest = Manifest.of(((name, tensor.shape) for name, tensor in engine.named_weights()), wire_dtype(config), world.num_training)
     manifest.agree(world.comm)
     network = Network(world, connection, config.transport.bucket_bytes)
@@ -217,11 +219,12 @@ def create_lanes(config: Config, world: World) -> dict[int, RingConsumer]:
         secret = (secrets.token_hex(8), secrets.randbits(62))
         for name in sweep_stale():
             print(f"removed /dev/shm/{name}, left by a killed run", flush=True)
+    world.barrier(config.transport.start_deadline_s, "have their model or engine")
     token, job_id = world.comm.bcast(secret, root=world.training_ranks[0])
     mine = [g for g in range(world.num_generation) if lane_owner(g, world.num_training) == world.role_rank]
     lanes = {g: RingConsumer.create(lane_name(token, g), config.transport.lane_bytes, lane=g, job_id=job_id) for g in mine}
-    world.comm.Barrier()  # lanes exist
-    world.comm.Barrier()  # and are attached
+    world.barrier(config.transport.start_deadline_s, "create their lanes")
+    world.barrier(config.transport.start_deadline_s, "attach to their lanes")
     for lane in lanes.values():
         lane.unlink()
     return lanes

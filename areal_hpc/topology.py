@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -74,6 +75,15 @@ class World:
     def is_first_trainer(self) -> bool:
         """Training rank 0 composes batches, writes the log and speaks for the job."""
         return self.role == "training" and self.role_rank == 0
+
+    def barrier(self, deadline_s: float, what: str) -> None:
+        """Until all ranks are here, asleep between looks. Collective. Raises TimeoutError: a rank that hangs must not hold the others for ever."""
+        request = self.comm.Ibarrier()
+        stop_at = time.monotonic() + deadline_s
+        while not request.Test():
+            if time.monotonic() > stop_at:
+                raise TimeoutError(f"{self.name()} waited {deadline_s:g} s for all ranks to {what}")
+            time.sleep(0.001)
 
     def name(self) -> str:
         """For messages: `rank 3 (generation 2) on host n1`."""

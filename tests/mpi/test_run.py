@@ -133,6 +133,20 @@ def test_killed_rank_ends_the_job(base: Config, tmp_path: Path, victim: int) -> 
     assert not ranks_of(tmp_path / "run")
 
 
+def test_hung_rank_ends_the_job(base: Config, tmp_path: Path) -> None:
+    """SIGSTOP of the only generation rank: no data or no confirmation comes, a deadline passes, and the job ends with a message that says so."""
+    transport = replace(base.transport, data_deadline_s=3.0, push_deadline_s=3.0)
+    config = replace(base, train=replace(base.train, num_steps=100_000), transport=transport)
+    process = jobs.start(config, tmp_path / "run")
+    wait_for_step(tmp_path / "run", process)
+    os.kill(ranks_of(tmp_path / "run")[0], signal.SIGSTOP)
+    job = jobs.finish(process, tmp_path / "run")
+    assert job.status == 1
+    error = json.loads((job.attempt / "failure.json").read_text())["error"]
+    assert "no trajectory came for 3 s" in error or "was not confirmed within 3 s by rank 0 (generation 0)" in error
+    assert not ranks_of(tmp_path / "run")
+
+
 def test_signal_checkpoint_export_and_start_from_it(base: Config, tmp_path: Path) -> None:
     """SIGTERM to the launcher: status 75 and a checkpoint that exports to Hugging Face format and starts another run."""
     config = with_ranks(replace(base, train=replace(base.train, num_steps=100_000)), 3, 0.4)
