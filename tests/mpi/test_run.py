@@ -60,9 +60,12 @@ def test_asynchronous_run(base: Config, tmp_path: Path, num_ranks: int, fraction
     assert not list(Path("/dev/shm").glob("areal_*"))
 
 
-def test_same_seed_same_bits(base: Config, tmp_path: Path) -> None:
+def test_same_seed_same_bits(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """eta = 0 with 2 + 1 ranks, twice: equal parameters, trajectories and losses, bit for bit; another seed differs."""
-    config = with_ranks(replace(base, staleness=Staleness(max_staleness=0)), 3)
+    (tmp_path / "parity_reward.py").write_text("def grade(problem, text):\n    return float(sum(map(ord, text)) % 2)\n")  # half of a random model's answers
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    reward = replace(base.reward, custom="parity_reward:grade")
+    config = with_ranks(replace(base, staleness=Staleness(max_staleness=0), reward=reward), 3)
     first, second = (jobs.run(config, tmp_path / name) for name in ("a", "b"))
     other = jobs.run(replace(config, seed=1), tmp_path / "c")
     assert first.weights() == second.weights()
@@ -71,6 +74,7 @@ def test_same_seed_same_bits(base: Config, tmp_path: Path) -> None:
     assert first.table("trajectories")[columns].tolist() == second.table("trajectories")[columns].tolist()
     assert first.table("steps")["loss"].tolist() == second.table("steps")["loss"].tolist()
     assert first.table("steps")["staleness_max"].tolist() == [0, 0, 0]
+    assert (first.table("steps")["grad_norm"] > 0).all(), "without gradients equality would prove nothing"
 
 
 def test_rank_that_fails_ends_the_job(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
