@@ -6,7 +6,6 @@ import dataclasses
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -126,16 +125,6 @@ def test_control_plane_loads_no_heavy_stack(module: str) -> None:
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == []
-
-
-def test_help_answers_quickly() -> None:
-    """Half a second is the goal on an idle machine; the best of three tries may take twice that on a busy one."""
-    best_s = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([BIN / "areal-hpc", "--help"], check=True, capture_output=True, timeout=60)
-        best_s = min(best_s, time.perf_counter() - start)
-    assert best_s < 1.0
 
 
 def pins(name: str) -> dict[str, str]:

@@ -281,31 +281,14 @@ def test_full_disk_ends_cleanly_even_without_a_hard_exit(tmp_path: Path) -> None
     assert unsaved[-1]["text"] == "399", "events that no disk took are on stderr"
 
 
-def test_rows_of_a_large_table_are_read_fast(tmp_path: Path) -> None:
+def test_rows_of_a_large_table_are_read_back(tmp_path: Path) -> None:
     log = Log.create(tmp_path / "log.h5", {}, Clock())
     rows = np.zeros(1_000_000, TABLES["trajectories"].dtype)
     rows["ticket"] = np.arange(len(rows))
     log.append("trajectories", rows)
     log.close()
-    started_s = time.perf_counter()
     read = read_table(log.path, "trajectories")
-    assert time.perf_counter() - started_s < 2.0
     np.testing.assert_array_equal(read["ticket"], rows["ticket"])
-
-
-def test_cost_of_logging_a_step(tmp_path: Path) -> None:
-    """A step of 512 trajectories on 64 ranks, flushed: a few milliseconds, so below 1 % of any step of half a second."""
-    log = Log.create(tmp_path / "log.h5", {})
-    tables = {"steps": 1, "trajectories": 512, "timeline": 512, "ranks": 64, "pushes": 1}
-    rows = {table: np.zeros(num, TABLES[table].dtype) for table, num in tables.items()}
-    seconds = []
-    for _ in range(20):
-        started_s = time.perf_counter()
-        for table in tables:
-            log.append(table, rows[table])
-        log.flush()
-        seconds.append(time.perf_counter() - started_s)
-    assert np.median(seconds) < 0.02
 
 
 def test_a_structured_array_is_copied(tmp_path: Path) -> None:
