@@ -97,7 +97,8 @@ def run(args: list[str]) -> int:
     from areal_hpc.validate import check_inputs
 
     check_inputs(config)
-    if "--config" in " ".join(args) and not any(argument.startswith("--run-dir") for argument in args) and (Path(config.run_dir) / "attempt-1").exists():
+    given = {argument.split("=")[0] for argument in args}
+    if "--config" in given and not given & {"--run-dir", "--run_dir"} and (Path(config.run_dir) / "attempt-1").exists():
         print(f"run_dir={config.run_dir} of the --config file holds its own run; this one goes to a new folder")
         config = dataclasses.replace(config, run_dir="")
     return launch(with_run_dir(config))

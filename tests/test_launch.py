@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.local import Launcher, final_status, find_launcher, is_rank, world_rank_hint
+from areal_hpc.config import Config, ConfigError
+from areal_hpc.launch.local import Launcher, create_run_dir, discard_run_dir, final_status, find_launcher, is_rank, world_rank_hint
 
 
 def test_finds_the_mpiexec_beside_python() -> None:
@@ -44,6 +45,24 @@ def test_status_comes_from_the_job_not_from_mpiexec(files: dict, expected: int, 
     assert ("failed: " in said) == (expected == 1)
     if not files:
         assert json.loads((tmp_path / "failure.json").read_text())["error"] in said
+
+
+def test_a_discarded_run_takes_nothing_of_the_users_with_it(tmp_path: Path) -> None:
+    """A mistake that only a rank finds: what the launcher made goes, what was there before stays; a file that would be overwritten is refused."""
+    mine = tmp_path / "results"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    attempt = create_run_dir(Config(run_dir=str(mine)))
+    (attempt / "log.h5").write_text("a rank was here")
+    discard_run_dir(attempt)
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+    discard_run_dir(create_run_dir(Config(run_dir=str(tmp_path / "new"))))
+    assert not (tmp_path / "new").exists()
+    (mine / "config.yaml").write_text("the user's own")
+    with pytest.raises(ConfigError, match="another folder"):
+        create_run_dir(Config(run_dir=str(mine)))
+    assert (mine / "config.yaml").read_text() == "the user's own"
+    assert not (mine / "attempt-1").exists()
 
 
 def test_rank_or_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,8 @@ def create_run_dir(config: Config) -> Path:
     run_dir = Path(config.run_dir)
     attempt_dir = run_dir / "attempt-1"
     try:
+        if (run_dir / "config.yaml").exists():
+            raise FileExistsError
         attempt_dir.mkdir(parents=True)
         save_yaml(config, run_dir / "config.yaml")
     except FileExistsError:
@@ -87,6 +89,15 @@ def create_run_dir(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir}: {error.strerror}") from None
     return attempt_dir
+
+
+def discard_run_dir(attempt_dir: Path) -> None:
+    """Take back what `create_run_dir` made, and nothing else: the run folder may be one that holds other files of the user."""
+    run_dir = attempt_dir.parent
+    shutil.rmtree(attempt_dir)
+    (run_dir / "config.yaml").unlink()
+    if not any(run_dir.iterdir()):
+        run_dir.rmdir()
 
 
 def _end_with_parent() -> None:
@@ -156,7 +167,7 @@ def launch(config: Config) -> int:
     finally:
         remove_stale_files(began_at)
     if status == USER_ERROR:
-        shutil.rmtree(attempt_dir.parent)  # made a moment ago, by this launcher: the same command can be given again
+        discard_run_dir(attempt_dir)  # so that the same command can be given again
     if status == 0:
         print(f"done; the model is in {config.run_dir}/model, tables and plots: areal-hpc report {config.run_dir}", flush=True)
     return status
