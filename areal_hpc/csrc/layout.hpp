@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cstddef>
@@ -19,9 +20,10 @@
 namespace areal_hpc {
 
 inline constexpr uint64_t kMagic = 0x474e495248504152u;  // "RAPHRING"
-inline constexpr uint32_t kLayoutVersion = 1;            // raise with any change below
+inline constexpr uint32_t kLayoutVersion = 2;            // raise with any change below
 inline constexpr uint64_t kPageBytes = 4096;
 inline constexpr uint64_t kAlignment = 64;
+inline constexpr uint64_t kMaxInFlight = 440;  // tickets that one lane can name as in flight; more are only counted
 
 static_assert(std::endian::native == std::endian::little, "a futex waits on the low half of a position");
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
@@ -73,7 +75,12 @@ struct LaneHeader {
 
   // Written by the consumer.
   alignas(kAlignment) std::atomic<uint32_t> consumer_closed;
-  std::atomic<uint32_t> consumer_thread;  // that peeked last: a reserve that blocks there would wait for itself
+
+  // Tickets begun and neither committed nor cancelled, each plus one (0: free), written by the producer: what its death costs.
+  alignas(kAlignment) std::atomic<uint64_t> num_untracked;  // in flight beyond the slots below
+  std::atomic<uint64_t> settling_tail;  // not 0 in a commit that ends a ticket: once `tail` is here, settling_ticket is in flight no more
+  std::atomic<int64_t> settling_ticket;
+  std::array<std::atomic<int64_t>, kMaxInFlight> in_flight;
 };
 static_assert(sizeof(LaneHeader) <= kPageBytes);
 

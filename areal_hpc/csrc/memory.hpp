@@ -36,6 +36,11 @@
 #define MADV_COLLAPSE 25
 #endif
 
+// Test builds define this to kill the process at a chosen store.
+#ifndef AREAL_HPC_FAULT_POINT
+#define AREAL_HPC_FAULT_POINT(name)
+#endif
+
 namespace areal_hpc {
 
 inline uint64_t monotonic_ns() {
@@ -143,6 +148,28 @@ inline void unlink_segment(const std::string& name, ino_t inode) {
   if (file.get() >= 0 && file_info(file.get()).st_ino == inode) ::shm_unlink(shm_name(name).c_str());
 }
 
+struct LaneOptions {
+  uint32_t lane = 0;
+  uint64_t job_id = 0;
+  uint64_t restart_id = 0;
+  bool checksum = true;
+};
+
+// The identity of a lane, complete once is_made() says so.
+inline void make_header(LaneHeader* memory, uint64_t capacity_bytes, const LaneOptions& options) {
+  auto* header = new (memory) LaneHeader{};
+  header->layout_version = kLayoutVersion;
+  header->lane = options.lane;
+  header->consumer_tag = process_tag(::getpid());
+  header->pid_namespace = pid_namespace();
+  header->job_id = options.job_id;
+  header->restart_id = options.restart_id;
+  header->capacity_bytes = capacity_bytes;
+  header->checksum = options.checksum ? 1 : 0;
+  header->magic.store(kMagic, std::memory_order_release);  // P0
+}
+inline bool is_made(const LaneHeader& header) { return header.magic.load(std::memory_order_acquire) == kMagic; }  // pairs with P0
+
 namespace memory_detail {
 
 // The living consumer of the segment behind `fd`: its tag, or 0 if it is debris. Where pids mean something else, everybody counts as alive.
@@ -151,7 +178,7 @@ inline uint64_t living_consumer(int fd) {
   void* base = ::mmap(nullptr, kPageBytes, PROT_READ, MAP_SHARED, fd, 0);
   if (base == MAP_FAILED) throw os_error(errno, "mmap of a lane's header");
   const auto* header = static_cast<const LaneHeader*>(base);
-  const bool made = header->magic.load(std::memory_order_acquire) == kMagic;  // pairs with P0
+  const bool made = is_made(*header);
   const uint64_t tag = made ? header->consumer_tag : 0;
   const bool elsewhere = made && header->pid_namespace != pid_namespace();
   ::munmap(base, kPageBytes);
@@ -179,13 +206,6 @@ inline FileDescriptor claim_name(const std::string& name) {
 
 }  // namespace memory_detail
 
-struct LaneOptions {
-  uint32_t lane = 0;
-  uint64_t job_id = 0;
-  uint64_t restart_id = 0;
-  bool checksum = true;
-};
-
 // Makes the segment of a lane. The memory is taken here, by the consumer and so on its NUMA node; a full /dev/shm is an ENOSPC here, never
 // a SIGBUS later.
 inline std::shared_ptr<Segment> create_lane(const std::string& name, uint64_t capacity_bytes, const LaneOptions& options) {
@@ -194,6 +214,7 @@ inline std::shared_ptr<Segment> create_lane(const std::string& name, uint64_t ca
   if (options.lane > 0xffff) throw std::invalid_argument("a lane's number is 0 to 65535, not " + std::to_string(options.lane));
   const uint64_t capacity = (capacity_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   const FileDescriptor file(memory_detail::claim_name(name));
+  AREAL_HPC_FAULT_POINT("name claimed");
   int error;
   while ((error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(kPageBytes + capacity))) == EINTR) {
   }
@@ -201,19 +222,12 @@ inline std::shared_ptr<Segment> create_lane(const std::string& name, uint64_t ca
     unlink_segment(name, file_info(file.get()).st_ino);
     throw os_error(error, "lane '" + name + "' needs " + std::to_string(kPageBytes + capacity) + " bytes of /dev/shm");
   }
+  AREAL_HPC_FAULT_POINT("memory taken");
   auto segment = std::make_shared<Segment>(file.get(), kPageBytes + capacity, file_info(file.get()).st_ino);
   segment->prefault(true);
-  auto* header = new (&segment->header()) LaneHeader{};
-  header->layout_version = kLayoutVersion;
-  header->lane = options.lane;
-  header->consumer_tag = process_tag(::getpid());
-  header->pid_namespace = pid_namespace();
-  header->job_id = options.job_id;
-  header->restart_id = options.restart_id;
-  header->capacity_bytes = capacity;
-  header->checksum = options.checksum ? 1 : 0;
-  header->magic.store(kMagic, std::memory_order_release);  // P0: publishes the identity
-  ::flock(file.get(), LOCK_UN);                            // the mapping would keep the lock
+  make_header(&segment->header(), capacity, options);
+  AREAL_HPC_FAULT_POINT("lane made");
+  ::flock(file.get(), LOCK_UN);  // the mapping would keep the lock
   return segment;
 }
 
@@ -234,7 +248,7 @@ inline std::shared_ptr<Segment> open_lane(const std::string& name, uint64_t job_
   }
   auto segment = std::make_shared<Segment>(file.get(), static_cast<uint64_t>(info.st_size), info.st_ino);
   const LaneHeader& header = segment->header();
-  if (header.magic.load(std::memory_order_acquire) != kMagic) {  // pairs with P0
+  if (!is_made(header)) {
     reason = "its consumer is making it";
     return nullptr;
   }

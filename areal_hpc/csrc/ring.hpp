@@ -10,8 +10,8 @@
 // the lane, so a long lease holds back what is behind it. A trap: the slot and the views are windows into the circle; after commit, abort
 // or release the bytes there belong to others.
 //
-// Labels P0 (layout.hpp), P1, P2, P3 name the two sides of each pair of memory orders. Where the pair must also order a store before a
-// later load of *another* location (sleep and wake), both sides are seq_cst.
+// Labels P0 (layout.hpp) to P4 name the two sides of each pair of memory orders; P3, sleep and wake, must order a store before a later load
+// of another location, which takes a fence on both sides. tests/cpp/mutate.py weakens each of them in turn: every one is needed.
 
 #pragma once
 
@@ -24,24 +24,30 @@
 #include <cmath>
 #include <deque>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <vector>
 
 #include "crc32c.hpp"
 #include "layout.hpp"
 #include "memory.hpp"
 
-// Test builds define this to kill the process at a chosen store.
-#ifndef AREAL_HPC_FAULT_POINT
-#define AREAL_HPC_FAULT_POINT(name)
-#endif
-
 namespace areal_hpc {
 
-inline constexpr uint64_t kSpin_ns = 50'000;
-inline constexpr uint64_t kFutexCap_ns = 50'000'000;  // bounds the harm of a peer that died between its store and its wake-up call
+// Test builds change these to sleep at once, and to sleep through a lost wake-up long enough to be noticed.
+#ifndef AREAL_HPC_SPIN_NS
+#define AREAL_HPC_SPIN_NS 50'000
+#endif
+#ifndef AREAL_HPC_FUTEX_CAP_NS
+#define AREAL_HPC_FUTEX_CAP_NS 50'000'000
+#endif
+inline constexpr uint64_t kSpin_ns = AREAL_HPC_SPIN_NS;
+inline constexpr uint64_t kFutexCap_ns =
+    AREAL_HPC_FUTEX_CAP_NS;  // bounds the harm of a peer that died between its store and its wake-up call
 inline constexpr uint64_t kLivenessPeriod_ns = 100'000'000;
 
 namespace ring_detail {
@@ -62,7 +68,13 @@ inline void wake(std::atomic<uint64_t>& position) {
   ::syscall(SYS_futex, futex_word(position), FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
 }
 
-// Waits for `ready()`, which reads `position` with acquire: 50 us spinning, then asleep. False: not within `timeout_s`.
+// After a new position was stored: wakes the other side if it sleeps on it.
+inline void wake_if_waiting(std::atomic<uint64_t>& position, const std::atomic<uint32_t>& sleeper) {
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // P3: ... or this sees its announcement
+  if (sleeper.load(std::memory_order_relaxed)) wake(position);
+}
+
+// Waits for `ready()`, which reads `position`: 50 us spinning, then asleep. False: not within `timeout_s`.
 template <class Ready>
 bool wait(std::atomic<uint64_t>& position, std::atomic<uint32_t>& sleeper, double timeout_s, Ready ready) {
   const uint64_t start = monotonic_ns();
@@ -76,9 +88,9 @@ bool wait(std::atomic<uint64_t>& position, std::atomic<uint32_t>& sleeper, doubl
   } while (monotonic_ns() < spin_until);
   bool is_ready = false;
   for (uint64_t now = monotonic_ns(); !is_ready && now < deadline; now = monotonic_ns()) {
-    sleeper.store(1, std::memory_order_seq_cst);  // P3: announced before the position is looked at once more ...
-    const uint64_t seen =
-        position.load(std::memory_order_seq_cst);  // P3: ... so either this sees the peer's store or the peer sees the announcement
+    sleeper.store(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // P3: announced, then looked once more: either this sees the peer's store ...
+    const uint64_t seen = position.load(std::memory_order_relaxed);
     is_ready = ready();
     if (is_ready) break;
     const uint64_t nap = std::min(deadline - now, kFutexCap_ns);
@@ -90,7 +102,41 @@ bool wait(std::atomic<uint64_t>& position, std::atomic<uint32_t>& sleeper, doubl
   return is_ready || ready();
 }
 
+// Threads of this process that consume: a blocking reserve there may wait for room that only that thread can make, in this lane or round a
+// circle of lanes.
+class ConsumingThreads {
+ public:
+  static const void* self() {
+    static thread_local char marker;
+    return &marker;
+  }
+  void set(const void* consumer, const void* thread) {
+    const std::lock_guard lock(mutex_);
+    threads_[consumer] = thread;
+  }
+  void erase(const void* consumer) {
+    const std::lock_guard lock(mutex_);
+    threads_.erase(consumer);
+  }
+  bool contains(const void* thread) const {
+    const std::lock_guard lock(mutex_);
+    return std::any_of(threads_.begin(), threads_.end(), [&](const auto& entry) { return entry.second == thread; });
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<const void*, const void*> threads_;
+};
+inline ConsumingThreads consuming_threads;
+
 }  // namespace ring_detail
+
+// The ticket whose record a dead producer had published, and which it had no time to take off its list; -1: none.
+inline int64_t settled_ticket(const LaneHeader& header) {
+  const uint64_t settling_tail = header.settling_tail.load(std::memory_order_relaxed);
+  const bool settled = settling_tail != 0 && settling_tail == header.tail.load(std::memory_order_relaxed);
+  return settled ? header.settling_ticket.load(std::memory_order_relaxed) : -1;
+}
 
 struct RecordFields {
   int64_t ticket = 0;
@@ -102,43 +148,48 @@ struct RecordFields {
 class Producer {
  public:
   // Attaches to the lane; LaneBusy if a living producer has it. The next producer after a dead one goes on behind its last committed
-  // record.
+  // record, and inherits its tickets in flight: to cancel, or to finish.
   explicit Producer(std::shared_ptr<Segment> segment)
       : segment_(std::move(segment)), header_(segment_->header()), owner_(::getpid()), capacity_(header_.capacity_bytes) {
-    uint64_t holder = header_.producer_tag.load(std::memory_order_acquire);
-    if (header_.producer_closed.load(std::memory_order_acquire)) throw LaneClosed(name() + ": its producer has closed it");
-    if (is_alive(holder) || !header_.producer_tag.compare_exchange_strong(holder, process_tag(owner_), std::memory_order_acq_rel)) {
+    uint64_t holder = header_.producer_tag.load(std::memory_order_relaxed);
+    if (header_.producer_closed.load(std::memory_order_relaxed)) throw LaneClosed(name() + ": its producer has closed it");
+    if (is_alive(holder) || !header_.producer_tag.compare_exchange_strong(holder, process_tag(owner_), std::memory_order_relaxed)) {
       throw LaneBusy(name() + " already has a producer: process " + std::to_string(holder >> 32));
     }
     incarnation_ = header_.incarnation.load(std::memory_order_relaxed) + 1;
-    header_.incarnation.store(incarnation_, std::memory_order_release);  // after the tag: who sees it asks about the right process
-    tail_ = header_.tail.load(std::memory_order_acquire);                // a dead predecessor's last commit
-    head_ = header_.head.load(std::memory_order_acquire);                // pairs with P2
+    header_.incarnation.store(incarnation_, std::memory_order_relaxed);
+    tail_ = header_.tail.load(std::memory_order_relaxed);  // a dead predecessor's last commit: what the dead have written is visible to all
+    for (uint32_t slot = 0; slot < kMaxInFlight; ++slot) {
+      if (const int64_t entry = header_.in_flight[slot].load(std::memory_order_relaxed); entry != 0) in_flight_[entry - 1] = slot;
+    }
+    forget(settled_ticket(header_));
+    header_.settling_tail.store(0, std::memory_order_relaxed);
     beat();
   }
   ~Producer() { close(); }
   Producer(const Producer&) = delete;
   Producer& operator=(const Producer&) = delete;
 
+  const std::shared_ptr<Segment>& segment() const { return segment_; }
   uint64_t max_record_bytes() const { return std::min<uint64_t>(capacity_ / 4, std::numeric_limits<uint32_t>::max()); }
   uint64_t capacity_bytes() const { return capacity_; }
   std::string name() const { return "lane " + std::to_string(header_.lane); }
   uint32_t lane() const { return header_.lane; }
+  bool checksum() const { return header_.checksum != 0; }
   uint32_t incarnation() const { return incarnation_; }
   uint64_t num_committed() const { return seq_; }
-  uint64_t used_bytes() const { return tail_ - header_.head.load(std::memory_order_acquire); }
+  uint64_t used_bytes() const { return tail_ - header_.head.load(std::memory_order_relaxed); }
   uint64_t full_waits() const { return header_.full_waits.load(std::memory_order_relaxed); }
   double full_wait_s() const { return static_cast<double>(header_.full_wait_ns.load(std::memory_order_relaxed)) * 1e-9; }
 
   // Where to write `num_bytes`, or null while the lane is full.
   std::byte* try_reserve(uint64_t num_bytes) {
     if (closed_) throw LaneClosed(name() + " is closed");
-    if (reserved_) throw std::logic_error(name() + ": the slot reserved before is neither committed nor aborted");
+    if (reserved_) throw std::invalid_argument(name() + ": the slot reserved before is neither committed nor aborted");
     if (num_bytes > max_record_bytes()) {
       throw RecordTooLarge(name() + ": a record of " + std::to_string(num_bytes) + " bytes is larger than a quarter of its capacity of " +
                            std::to_string(capacity_) + " bytes");
     }
-    beat();
     const uint64_t total = kAlignment + aligned(num_bytes), offset = tail_ % capacity_;
     padding_ = offset + total > capacity_ ? capacity_ - offset : 0;
     needed_ = padding_ + total;
@@ -146,9 +197,10 @@ class Producer {
       note_full();
       return nullptr;
     }
-    if (header_.consumer_closed.load(std::memory_order_acquire)) throw LaneClosed(name() + ": its consumer has closed it");
+    if (header_.consumer_closed.load(std::memory_order_relaxed)) throw LaneClosed(name() + ": its consumer has closed it");
     note_room();
     reserved_ = true;
+    is_frame_ = false;
     payload_bytes_ = num_bytes;
     return at(tail_ + padding_) + kAlignment;
   }
@@ -156,22 +208,27 @@ class Producer {
   // Waits until the record refused last fits (or the consumer closes the lane, which the next try_reserve reports).
   bool wait_for_room(double timeout_s) {
     const bool room = ring_detail::wait(header_.head, header_.producer_waits, timeout_s,
-                                        [this] { return fits() || header_.consumer_closed.load(std::memory_order_acquire); });
+                                        [this] { return fits() || header_.consumer_closed.load(std::memory_order_relaxed); });
     beat();
     return room;
   }
 
-  // True if a blocking reserve on this thread would wait for this very thread to consume.
-  bool consumed_by_this_thread() const {
-    return header_.consumer_thread.load(std::memory_order_relaxed) == static_cast<uint32_t>(::gettid());
+  // The same for a whole record, header included, as the consumer of another lane of this number read it; to be published by
+  // commit_frame().
+  std::byte* try_reserve_frame(uint64_t num_bytes) {
+    if (num_bytes < kAlignment)
+      throw std::invalid_argument("a frame is a header of 64 bytes and a payload, not " + std::to_string(num_bytes) + " bytes");
+    std::byte* payload = try_reserve(num_bytes - kAlignment);
+    if (payload == nullptr) return nullptr;
+    is_frame_ = true;
+    return payload - kAlignment;
   }
 
-  // Publishes the reserved slot; returns its sequence number.
-  uint64_t commit(const RecordFields& fields, Kind kind = Kind::kData) {
-    if (!reserved_) throw std::logic_error(name() + ": nothing is reserved");
-    if (padding_ > 0)
-      write_header(tail_, RecordHeader{.payload_bytes = static_cast<uint32_t>(padding_ - kAlignment), .kind = Kind::kPadding});
-    AREAL_HPC_FAULT_POINT("padding written");
+  // Publishes the reserved slot; returns its sequence number. `payload_crc32c`: of the payload, where the caller has summed it already.
+  uint64_t commit(const RecordFields& fields, Kind kind = Kind::kData, std::optional<uint32_t> payload_crc32c = std::nullopt) {
+    if (!reserved_) throw std::invalid_argument(name() + ": nothing is reserved");
+    if (is_frame_) throw std::invalid_argument(name() + ": a slot of try_reserve_frame takes commit_frame");
+    const uint64_t now = monotonic_ns();
     RecordHeader header{.payload_bytes = static_cast<uint32_t>(payload_bytes_),
                         .kind = kind,
                         .seq = seq_,
@@ -180,19 +237,59 @@ class Producer {
                         .version_max = fields.version_max,
                         .num_tokens = fields.num_tokens,
                         .num_samples = fields.num_samples,
-                        .commit_time_s = static_cast<double>(monotonic_ns()) * 1e-9};
-    if (header_.checksum) header.payload_crc32c = crc32c(at(tail_ + padding_) + kAlignment, payload_bytes_);
+                        .commit_time_s = static_cast<double>(now) * 1e-9};
+    if (header_.checksum)
+      header.payload_crc32c = payload_crc32c ? *payload_crc32c : crc32c(at(tail_ + padding_) + kAlignment, payload_bytes_);
+    AREAL_HPC_FAULT_POINT("payload summed");
     write_header(tail_ + padding_, header);
-    AREAL_HPC_FAULT_POINT("record written");
-    tail_ += needed_;
-    header_.tail.store(
-        tail_,
-        std::memory_order_seq_cst);  // P1 (release): payload and headers before the tail; P3: the tail before the look at the sleeper
-    AREAL_HPC_FAULT_POINT("tail published");
-    if (header_.consumer_waits.load(std::memory_order_seq_cst)) ring_detail::wake(header_.tail);  // P3
-    if (tail_ - head_ > header_.high_water_bytes.load(std::memory_order_relaxed)) note_high_water();
-    reserved_ = false;
+    const bool settles = kind == Kind::kData && !in_flight_.empty() && in_flight_.contains(fields.ticket);
+    if (settles) {
+      header_.settling_ticket.store(fields.ticket, std::memory_order_relaxed);
+      header_.settling_tail.store(tail_ + needed_, std::memory_order_relaxed);
+    }
+    publish(now);
+    if (settles) {
+      forget(fields.ticket);
+      AREAL_HPC_FAULT_POINT("ticket forgotten");
+      header_.settling_tail.store(0, std::memory_order_relaxed);
+    }
     return seq_++;
+  }
+
+  // Publishes the slot of try_reserve_frame(): header, sequence number, writer and checksums stay those of the lane it came from.
+  void commit_frame() {
+    if (!reserved_) throw std::invalid_argument(name() + ": nothing is reserved");
+    if (!is_frame_) throw std::invalid_argument(name() + ": commit_frame takes a slot of try_reserve_frame");
+    RecordHeader header;
+    std::memcpy(&header, at(tail_ + padding_), sizeof header);
+    if (header.header_crc32c != crc32c(&header, offsetof(RecordHeader, header_crc32c)) || header.payload_bytes != payload_bytes_ ||
+        header.lane != lane() || header.kind == Kind::kPadding) {
+      throw LaneCorrupt(name() + ": a frame of " + std::to_string(kAlignment + payload_bytes_) +
+                        " bytes came damaged: its header is not that of such a record");
+    }
+    publish(monotonic_ns());
+  }
+
+  // The ticket is in flight here until it is committed or cancelled; if this process dies, the consumer learns of it.
+  void begin(int64_t ticket) {
+    if (ticket < 0) throw std::invalid_argument("a ticket is 0, 1, 2, ..., not " + std::to_string(ticket));
+    if (in_flight_.contains(ticket)) throw std::invalid_argument(name() + ": ticket " + std::to_string(ticket) + " is in flight already");
+    uint32_t slot = 0;
+    while (slot < kMaxInFlight && header_.in_flight[slot].load(std::memory_order_relaxed) != 0) ++slot;
+    in_flight_[ticket] = slot;
+    if (slot < kMaxInFlight)
+      header_.in_flight[slot].store(ticket + 1, std::memory_order_relaxed);
+    else
+      header_.num_untracked.fetch_add(1, std::memory_order_relaxed);
+  }
+  void cancel(int64_t ticket) {
+    if (!forget(ticket)) throw std::invalid_argument(name() + ": ticket " + std::to_string(ticket) + " is not in flight");
+  }
+  std::vector<int64_t> in_flight() const {
+    std::vector<int64_t> tickets;
+    for (const auto& [ticket, slot] : in_flight_) tickets.push_back(ticket);
+    std::sort(tickets.begin(), tickets.end());
+    return tickets;
   }
 
   void abort() { reserved_ = false; }
@@ -205,8 +302,7 @@ class Producer {
     if (closed_) return;
     closed_ = true;
     if (::getpid() != owner_) return;
-    header_.producer_closed.store(
-        1, std::memory_order_release);  // after the last tail: who reads it (acquire) and then finds the lane empty has everything
+    header_.producer_closed.store(1, std::memory_order_release);  // P4: after the last tail
     ring_detail::wake(header_.tail);
   }
 
@@ -219,6 +315,33 @@ class Producer {
     return tail_ + needed_ - head_ <= capacity_;
   }
 
+  // The record is written: pads in front of it where it did not fit, and lets the consumer see both.
+  void publish(uint64_t now) {
+    AREAL_HPC_FAULT_POINT("record written");
+    if (padding_ > 0)
+      write_header(tail_, RecordHeader{.payload_bytes = static_cast<uint32_t>(padding_ - kAlignment), .kind = Kind::kPadding});
+    AREAL_HPC_FAULT_POINT("padding written");
+    tail_ += needed_;
+    reserved_ = false;
+    header_.heartbeat_ns.store(now, std::memory_order_relaxed);
+    if (tail_ - head_ > header_.high_water_bytes.load(std::memory_order_relaxed)) note_high_water();
+    header_.tail.store(tail_, std::memory_order_release);  // P1: payload and headers before the tail
+    AREAL_HPC_FAULT_POINT("tail published");
+    ring_detail::wake_if_waiting(header_.tail, header_.consumer_waits);
+    AREAL_HPC_FAULT_POINT("consumer woken");
+  }
+
+  bool forget(int64_t ticket) {
+    const auto entry = in_flight_.find(ticket);
+    if (entry == in_flight_.end()) return false;
+    if (entry->second < kMaxInFlight)
+      header_.in_flight[entry->second].store(0, std::memory_order_relaxed);
+    else
+      header_.num_untracked.fetch_sub(1, std::memory_order_relaxed);
+    in_flight_.erase(entry);
+    return true;
+  }
+
   void write_header(uint64_t position, RecordHeader header) {
     header.lane = static_cast<uint16_t>(header_.lane);
     header.incarnation = incarnation_;
@@ -228,11 +351,12 @@ class Producer {
 
   void note_full() {
     const uint64_t now = monotonic_ns();
+    header_.heartbeat_ns.store(now, std::memory_order_relaxed);
     if (full_since_ns_ == 0) {
       full_since_ns_ = now;
       header_.full_waits.fetch_add(1, std::memory_order_relaxed);
     }
-    if (header_.consumer_closed.load(std::memory_order_acquire)) throw LaneClosed(name() + ": its consumer has closed it");
+    if (header_.consumer_closed.load(std::memory_order_relaxed)) throw LaneClosed(name() + ": its consumer has closed it");
     if (now < next_liveness_check_ns_) return;
     next_liveness_check_ns_ = now + kLivenessPeriod_ns;
     if (!is_alive(header_.consumer_tag))
@@ -255,21 +379,31 @@ class Producer {
   pid_t owner_;
   uint64_t capacity_;
   uint32_t incarnation_ = 0;
-  uint64_t tail_ = 0, head_ = 0;  // ours; last seen of the consumer's
+  uint64_t tail_ = 0, head_ = 0;  // ours; last seen of the consumer's (never ahead of it)
   uint64_t seq_ = 0;
   uint64_t padding_ = 0, needed_ = 0, payload_bytes_ = 0;  // of the reservation
   uint64_t full_since_ns_ = 0, next_liveness_check_ns_ = 0;
-  bool reserved_ = false, closed_ = false;
+  bool reserved_ = false, is_frame_ = false, closed_ = false;
+  std::unordered_map<int64_t, uint32_t> in_flight_;  // ticket -> slot in the header; kMaxInFlight: counted only
 };
 
 struct RecordView {
   RecordHeader header;
   const std::byte* payload;
   uint64_t lease;
+  uint64_t end;  // position behind the record
 };
 
 struct ConsumerCounters {
   uint64_t records = 0, bytes = 0, markers = 0, checksum_errors = 0;  // delivered, or found damaged
+  uint64_t empty_waits = 0, empty_wait_ns = 0;                        // waits for a record
+};
+
+struct DeadProducer {
+  uint64_t tag = 0;  // process_tag()
+  uint32_t incarnation = 0;
+  std::vector<int64_t> tickets;  // begun, and neither delivered nor cancelled
+  uint64_t num_untracked = 0;    // more of them, unnamed
 };
 
 enum class ProducerState { kUnattached, kAlive, kDead, kClosed };
@@ -277,8 +411,6 @@ enum class ProducerState { kUnattached, kAlive, kDead, kClosed };
 // The reading end. A mutex that nobody contends in normal use lets a record be released wherever it is dropped.
 class Consumer {
  public:
-  Consumer(const std::string& name, uint64_t capacity_bytes, const LaneOptions& options, bool poison)
-      : Consumer(name, create_lane(name, capacity_bytes, options), poison) {}
   Consumer(std::string name, std::shared_ptr<Segment> segment, bool poison)
       : name_(std::move(name)),
         segment_(std::move(segment)),
@@ -300,7 +432,10 @@ class Consumer {
     const std::lock_guard lock(mutex_);
     if (closed_) throw LaneClosed("lane " + std::to_string(lane()) + " is closed");
     if (corrupt_) throw_corrupt();
-    header_.consumer_thread.store(static_cast<uint32_t>(::gettid()), std::memory_order_relaxed);
+    if (thread_ != ring_detail::ConsumingThreads::self()) {
+      thread_ = ring_detail::ConsumingThreads::self();
+      ring_detail::consuming_threads.set(this, thread_);
+    }
     while (true) {
       if (read_ == tail_) tail_ = header_.tail.load(std::memory_order_acquire);  // pairs with P1: headers and payload up to here are whole
       if (read_ == tail_) return std::nullopt;
@@ -320,17 +455,52 @@ class Consumer {
                             std::to_string(header.ticket) + ", " + std::to_string(header.payload_bytes) +
                             " bytes) does not match its checksum");
       }
-      ++(header.kind == Kind::kMarker ? counters_.markers : counters_.records);
+      if (header.kind == Kind::kMarker) {
+        ++counters_.markers;
+      } else {
+        ++counters_.records;
+      }
       counters_.bytes += header.payload_bytes;
-      return RecordView{header, payload, lease};
+      return RecordView{header, payload, lease, read_};
     }
   }
 
+  // Bytes that try_peek() may have to look at: what is committed and not seen yet, as of the last look.
+  uint64_t num_unseen_bytes() const { return header_.tail.load(std::memory_order_relaxed) - read_; }
+
   // Waits until there is something to peek at, or the producer closed the lane.
   bool wait_for_record(double timeout_s) {
-    return ring_detail::wait(header_.tail, header_.consumer_waits, timeout_s, [this] {
-      return header_.tail.load(std::memory_order_acquire) != read_ || header_.producer_closed.load(std::memory_order_acquire);
-    });
+    const uint64_t start = monotonic_ns();
+    const bool found = ring_detail::wait(header_.tail, header_.consumer_waits, timeout_s,
+                                         [this] { return header_.tail.load(std::memory_order_relaxed) != read_ || closed_by_producer(); });
+    const std::lock_guard lock(mutex_);
+    ++counters_.empty_waits;
+    counters_.empty_wait_ns += monotonic_ns() - start;
+    return found;
+  }
+
+  // The producer, if it died and everything it committed has been seen. Looks at the process at most every 100 ms unless `now`.
+  std::optional<DeadProducer> dead_producer(bool now = false) {
+    const std::lock_guard lock(mutex_);
+    if (!now) {
+      const uint64_t time = monotonic_ns();
+      if (time < next_liveness_check_ns_) return std::nullopt;
+      next_liveness_check_ns_ = time + kLivenessPeriod_ns;
+    }
+    const uint64_t tag = header_.producer_tag.load(std::memory_order_relaxed);
+    if (tag == 0 || header_.producer_closed.load(std::memory_order_relaxed) || is_alive(tag)) return std::nullopt;
+    // Its stores are all visible now. Another one may have attached meanwhile.
+    if (header_.tail.load(std::memory_order_relaxed) != read_ || header_.producer_tag.load(std::memory_order_relaxed) != tag)
+      return std::nullopt;
+    next_liveness_check_ns_ = 0;  // the next call answers the same
+    DeadProducer dead{tag, header_.incarnation.load(std::memory_order_relaxed), {}, header_.num_untracked.load(std::memory_order_relaxed)};
+    const int64_t settled = settled_ticket(header_);
+    for (const auto& slot : header_.in_flight) {
+      const int64_t entry = slot.load(std::memory_order_relaxed);
+      if (entry != 0 && entry - 1 != settled) dead.tickets.push_back(entry - 1);
+    }
+    std::sort(dead.tickets.begin(), dead.tickets.end());
+    return dead;
   }
 
   // Ends a lease; false if it had ended before.
@@ -342,8 +512,8 @@ class Consumer {
   }
 
   ProducerState producer_state() const {
-    if (header_.producer_closed.load(std::memory_order_acquire)) return ProducerState::kClosed;
-    const uint64_t tag = header_.producer_tag.load(std::memory_order_acquire);
+    if (closed_by_producer()) return ProducerState::kClosed;
+    const uint64_t tag = header_.producer_tag.load(std::memory_order_relaxed);
     if (tag == 0) return ProducerState::kUnattached;
     return is_alive(tag) ? ProducerState::kAlive : ProducerState::kDead;
   }
@@ -356,7 +526,9 @@ class Consumer {
     const std::lock_guard lock(mutex_);
     return static_cast<uint64_t>(std::count_if(leases_.begin(), leases_.end(), [](const Lease& lease) { return !lease.released; }));
   }
-  uint64_t used_bytes() const { return header_.tail.load(std::memory_order_acquire) - header_.head.load(std::memory_order_relaxed); }
+  uint64_t head_position() const { return header_.head.load(std::memory_order_relaxed); }
+  uint64_t tail_position() const { return header_.tail.load(std::memory_order_relaxed); }
+  uint64_t used_bytes() const { return tail_position() - head_position(); }
 
   // Takes the name out of /dev/shm; both ends go on.
   void unlink() {
@@ -370,9 +542,10 @@ class Consumer {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
+    ring_detail::consuming_threads.erase(this);
     if (::getpid() != owner_) return;
     unlink();
-    header_.consumer_closed.store(1, std::memory_order_release);
+    header_.consumer_closed.store(1, std::memory_order_relaxed);
     ring_detail::wake(header_.head);
   }
 
@@ -383,6 +556,9 @@ class Consumer {
   };
 
   std::byte* at(uint64_t position) const { return segment_->data() + position % capacity_; }
+
+  // Then nothing follows the tail that is read next.
+  bool closed_by_producer() const { return header_.producer_closed.load(std::memory_order_acquire); }  // pairs with P4
 
   RecordHeader read_header() {
     RecordHeader header;
@@ -418,10 +594,9 @@ class Consumer {
       ++first_lease_;
     }
     if (head_ == before) return;
-    header_.head.store(
-        head_,
-        std::memory_order_seq_cst);  // P2 (release): all reads of the records before the head; P3: the head before the look at the sleeper
-    if (header_.producer_waits.load(std::memory_order_seq_cst)) ring_detail::wake(header_.head);  // P3
+    header_.head.store(head_, std::memory_order_release);  // P2: all reads of the records before the head
+    AREAL_HPC_FAULT_POINT("head published");
+    ring_detail::wake_if_waiting(header_.head, header_.producer_waits);
   }
 
   void poison_payload(uint64_t lease) {
@@ -443,6 +618,8 @@ class Consumer {
   std::deque<Lease> leases_;
   uint64_t first_lease_ = 0;  // number of leases_.front()
   ConsumerCounters counters_;
+  const void* thread_ = nullptr;  // that peeked last
+  uint64_t next_liveness_check_ns_ = 0;
 };
 
 }  // namespace areal_hpc

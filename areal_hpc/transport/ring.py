@@ -2,8 +2,9 @@
 
 Lifecycle, with one process (or thread) at each end:
 
-    lane = RingConsumer.create("run17-lane3", 64 << 20, lane=3, job_id=17)        # training rank: makes the memory
-    producer = RingProducer.open("run17-lane3", job_id=17, timeout_s=60)          # generation rank: waits until it is there
+    ring = Ring("run17-lane3", 64 << 20, lane=3, job_id=17)
+    lane = ring.consumer()                                                        # training rank: makes the memory
+    producer = ring.producer(timeout_s=60)                                        # generation rank: waits until it is there
     lane.wait_for_producer(timeout_s=60); lane.unlink()                           # the name is gone, the memory lives as long as its users
 
     with producer.reserve(num_bytes, timeout_s=600) as slot:                      # blocks while the lane is full: that is the back-pressure
@@ -16,8 +17,9 @@ Lifecycle, with one process (or thread) at each end:
             ... record.ticket, record.buffer ...                                  # read-only, no copy
 
 Promises: records arrive whole, in order and once; what was committed is delivered even if the producer was killed a moment later; what was damaged is
-counted and raised, never delivered; memory is bounded by the capacity; both handles are acquired once. To drain an ended lane: read `producer_state()`
-first; once it says "dead" or "closed", records come until `peek()` returns None, and none after.
+counted and raised, never delivered; memory is bounded by the capacity; both handles are acquired once. A lane whose producer died is drained first, then
+`peek` raises ProducerDead with the tickets that died with it (`producer.begin(ticket)` names them). To drain a closed lane: read `producer_state()` first;
+once it says "closed", records come until `peek()` returns None, and none after.
 
 The trap: `slot.buffer` and `record.buffer` are windows into the circle. A view kept after `commit` or `release` shows the bytes of other records later
 (with `poison=True`, or AREAL_HPC_RING_POISON=1, released bytes turn into 0xDD at once). Copy what must stay.
@@ -30,15 +32,30 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, TypedDict, cast
+from typing import Self, TypedDict, TypeVar
 
 import numpy as np
+from typing_extensions import Buffer
 
 from areal_hpc import _ring
-from areal_hpc._ring import ChecksumError, LaneBusy, LaneClosed, LaneCorrupt, LaneMismatch, Record, RecordTooLarge, RingError, crc32c, sweep_stale
+from areal_hpc._ring import (
+    ChecksumError,
+    LaneBusy,
+    LaneClosed,
+    LaneCorrupt,
+    LaneMismatch,
+    Record,
+    RecordTooLarge,
+    RingError,
+    Slot,
+    crc32c,
+    sweep_stale,
+)
 
 __all__ = [
+    "MAX_IN_FLIGHT",
     "RECORD_HEADER",
     "ChecksumError",
     "LaneBusy",
@@ -46,8 +63,10 @@ __all__ = [
     "LaneCorrupt",
     "LaneCounters",
     "LaneMismatch",
+    "ProducerDead",
     "Record",
     "RecordTooLarge",
+    "Ring",
     "RingConsumer",
     "RingError",
     "RingFull",
@@ -57,6 +76,9 @@ __all__ = [
     "crc32c",
     "sweep_stale",
 ]
+
+MAX_IN_FLIGHT = _ring.MAX_IN_FLIGHT
+"""Tickets that a lane can name as in flight; more are only counted."""
 
 RECORD_HEADER = np.dtype(
     [
@@ -83,19 +105,11 @@ _SLICE_S = 0.05
 _POLL_SLICE_S = 0.001
 """Longest wait between two calls of the caller's `poll`."""
 
-ProducerState = Literal["unattached", "alive", "dead", "closed"]
-
-
-class RingFull(TimeoutError):  # noqa: N818 (like queue.Full)
-    """The consumer gave back too little space in time. Nothing is lost: the record can be reserved again."""
-
-
-class WouldDeadlock(RingFull):
-    """A reserve without `poll` on the thread that consumes this lane: it would wait for itself."""
+T = TypeVar("T")
 
 
 class LaneCounters(TypedDict):
-    """Sums over the life of a lane. `records`, `bytes`, `markers`, `checksum_errors`: seen by the consumer; the rest: by the producer."""
+    """Sums over the life of a lane. The `full_` ones and the high-water mark are the producer's, the others are what this consumer saw."""
 
     records: int
     """Data records delivered."""
@@ -105,6 +119,10 @@ class LaneCounters(TypedDict):
     """Marker records delivered."""
     checksum_errors: int
     """Damaged records, not delivered."""
+    empty_waits: int
+    """Waits of the consumer for a record."""
+    empty_wait_s: float
+    """Seconds in them."""
     full_waits: int
     """Times the producer found the lane full."""
     full_wait_s: float
@@ -113,128 +131,115 @@ class LaneCounters(TypedDict):
     """Most bytes in use at a commit, headers and padding included."""
 
 
-class Slot:
-    """Space for one record inside the lane. Leaving the `with` without `commit` gives it back unused."""
-
-    __slots__ = ("_buffer", "_producer")
-
-    def __init__(self, producer: _ring.Producer, buffer: np.ndarray) -> None:
-        self._producer = producer
-        self._buffer: np.ndarray | None = buffer
-
-    @property
-    def buffer(self) -> np.ndarray:
-        """Writable uint8 [num_bytes], 64-byte aligned, with whatever was there before."""
-        if self._buffer is None:
-            raise RingError("the slot has been committed or aborted: its bytes are no longer the producer's")
-        return self._buffer
-
-    def commit(self, *, ticket: int, version_min: int, version_max: int, num_tokens: int, num_samples: int) -> int:
-        """Publish the record; returns its sequence number (0, 1, ... of this producer)."""
-        _ = self.buffer
-        seq = self._producer.commit(ticket, version_min, version_max, num_tokens, num_samples)
-        self._buffer = None
-        return seq
-
-    def abort(self) -> None:
-        """Give the space back; nothing if the slot was committed or aborted before."""
-        if self._buffer is not None:
-            self._buffer = None
-            self._producer.abort()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.abort()
+class RingFull(TimeoutError):  # noqa: N818 (like queue.Full)
+    """The consumer gave back too little space in time. Nothing is lost: the record can be reserved again."""
 
 
-class RingProducer:
-    """The writing end of a lane: one per lane, one thread at a time."""
+class WouldDeadlock(RingFull):
+    """A blocking reserve without `poll` on a thread that consumes: the room may be its own to make, in this lane or round a circle of lanes."""
 
-    def __init__(self, producer: _ring.Producer) -> None:
-        self._producer = producer
 
-    @classmethod
-    def open(cls, name: str, *, job_id: int, timeout_s: float, restart_id: int = 0) -> Self:
-        """Attach to the lane that the consumer makes under `name`, and wait for it if need be.
+class ProducerDead(RingError):  # noqa: N818 (an event rather than a fault of the caller)
+    """The producer's process died and left the lane open. All that it committed has been delivered; raised again until another producer attaches."""
 
-        Raises TimeoutError, saying what was missing; LaneBusy if it has a living producer; LaneMismatch if it is of another job, attempt or version.
+    def __init__(self, lane: int, pid: int, tickets: list[int], num_untracked: int = 0, where: str = "") -> None:
+        """`tickets`: begun, and neither delivered nor cancelled; `num_untracked`: more of them that the lane could not name."""
+        self.lane, self.pid, self.tickets, self.num_untracked = lane, pid, tickets, num_untracked
+        named = ", ".join(map(str, tickets)) if tickets else "none"
+        more = f" and {num_untracked} more" if num_untracked else ""
+        super().__init__(f"the producer of lane {lane} died: {where or f'process {pid}'}; tickets in flight: {named}{more}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """One lane, described: equal descriptions at both ends (it can be pickled). Each end is acquired once."""
+
+    name: str
+    """1 to 244 characters without '/'; unique on the node until `unlink`."""
+    capacity_bytes: int
+    """Rounded up to whole pages; a record may take a quarter."""
+    lane: int = 0
+    """Number of the lane, in every header."""
+    job_id: int = 0
+    restart_id: int = 0
+    """Attempt of the job (SLURM_RESTART_COUNT)."""
+    checksum: bool = True
+    """Payloads carry a CRC32C; headers always do."""
+    poison: bool | None = None
+    """Released bytes turn into 0xDD at once; None: if AREAL_HPC_RING_POISON=1."""
+
+    def consumer(self) -> RingConsumer:
+        """Make the lane: all its memory, and a page more, is taken now.
+
+        A segment of that name left by a dead consumer is replaced. Raises LaneBusy if its consumer lives, OSError (ENOSPC) if /dev/shm is too small.
+        """
+        poison = os.environ.get("AREAL_HPC_RING_POISON", "0") == "1" if self.poison is None else self.poison
+        segment = _ring.make_lane(self.name, self.capacity_bytes, lane=self.lane, job_id=self.job_id, restart_id=self.restart_id, checksum=self.checksum)
+        return RingConsumer(self.name, segment, poison)
+
+    def producer(self, *, timeout_s: float) -> RingProducer:
+        """Attach once the consumer has made the lane.
+
+        Raises TimeoutError that says what is missing, LaneMismatch for a living lane of another job, attempt or layout, LaneBusy if a living producer has it.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            producer, reason = _ring.try_open(name, job_id, restart_id)
-            if producer is not None:
-                return cls(producer)
+            segment, reason = _ring.try_open(self.name, job_id=self.job_id, restart_id=self.restart_id)
+            if segment is not None:
+                return RingProducer(segment)
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"waited {timeout_s:g} s for lane '{name}' of job {job_id}: {reason}")
+                raise TimeoutError(f"waited {timeout_s:g} s for lane '{self.name}': {reason}")
             time.sleep(0.002)
 
-    def try_reserve(self, num_bytes: int) -> Slot | None:
-        """A slot of `num_bytes`, or None while the lane is full. Same errors as `reserve`, apart from waiting."""
-        buffer = self._producer.try_reserve(num_bytes)
-        return None if buffer is None else Slot(self._producer, buffer)
+
+class RingProducer(_ring.Producer):
+    """The writing end of a lane: one per lane, one thread. Base class: what never waits."""
 
     def reserve(self, num_bytes: int, *, timeout_s: float, poll: Callable[[], object] | None = None) -> Slot:
-        """A slot of `num_bytes`, waiting while the lane is full; `poll` is called at least every millisecond of the wait, and may raise.
+        """Space for a record of `num_bytes`, waiting for room up to `timeout_s`, and calling `poll` about every millisecond of that.
 
-        Raises RingFull after `timeout_s`, RecordTooLarge beyond `max_record_bytes`, LaneClosed if the consumer closed the lane or died.
+        Raises RingFull at the deadline, WouldDeadlock on a thread that consumes (unless `poll` does that), and what `try_reserve` raises.
         """
-        deadline = time.monotonic() + timeout_s
-        while (slot := self.try_reserve(num_bytes)) is None:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                raise RingFull(f"waited {timeout_s:g} s for {num_bytes} bytes in {self._describe()}: its consumer gave back too little")
-            if poll is not None:
-                poll()
-            elif self._producer.consumed_by_this_thread:
-                raise WouldDeadlock(f"{self._describe()} is full, and this thread, which would wait for room, is the one that consumes it: pass `poll`")
-            self._producer.wait_for_room(min(remaining_s, _SLICE_S if poll is None else _POLL_SLICE_S))
-        return slot
+        return self._wait_for(lambda: self.try_reserve(num_bytes), f"{num_bytes} bytes", timeout_s, poll)
+
+    def push(
+        self,
+        data: Buffer,
+        *,
+        ticket: int,
+        version_min: int = 0,
+        version_max: int = 0,
+        num_tokens: int = 0,
+        num_samples: int = 0,
+        timeout_s: float,
+        poll: Callable[[], object] | None = None,
+    ) -> int:
+        """Copy a contiguous buffer into a record and commit it; returns its sequence number. Waits and raises like `reserve`."""
+
+        def attempt() -> int | None:
+            return self.try_push(data, ticket=ticket, version_min=version_min, version_max=version_max, num_tokens=num_tokens, num_samples=num_samples)
+
+        return self._wait_for(attempt, f"{memoryview(data).nbytes} bytes", timeout_s, poll)
 
     def push_marker(self, marker_id: int, *, timeout_s: float, poll: Callable[[], object] | None = None) -> None:
         """Send a marker: everything before it in the lane was committed before this call. Waits and raises like `reserve`."""
-        self.reserve(0, timeout_s=timeout_s, poll=poll)
-        self._producer.commit_marker(marker_id)
+        self._wait_for(lambda: self.try_push_marker(marker_id), "a marker", timeout_s, poll)
 
-    def beat(self) -> None:
-        """Renew the heartbeat in a long silence; reserving does it too."""
-        self._producer.beat()
-
-    def close(self) -> None:
-        """No record follows. What is committed is still delivered."""
-        self._producer.close()
-
-    @property
-    def lane(self) -> int:
-        return self._producer.lane
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._producer.capacity_bytes
-
-    @property
-    def max_record_bytes(self) -> int:
-        """Largest payload: a quarter of the capacity, so that any record fits beside one of its size and the padding between them."""
-        return self._producer.max_record_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes committed and not given back, headers and padding included."""
-        return self._producer.used_bytes
-
-    @property
-    def num_committed(self) -> int:
-        """Records and markers committed through this handle."""
-        return self._producer.num_committed
-
-    @property
-    def full_waits(self) -> int:
-        return self._producer.full_waits
-
-    @property
-    def full_wait_s(self) -> float:
-        return self._producer.full_wait_s
+    def _wait_for(self, attempt: Callable[[], T | None], what: str, timeout_s: float, poll: Callable[[], object] | None) -> T:
+        result = attempt()
+        if result is not None:
+            return result
+        deadline = time.monotonic() + timeout_s
+        while (result := attempt()) is None:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise RingFull(f"waited {timeout_s:g} s for {what} in {self._describe()}: its consumer gave back too little")
+            if poll is not None:
+                poll()
+            elif _ring.consumes_here():
+                raise WouldDeadlock(f"{self._describe()} is full, and this thread, which would wait for room, also consumes: pass `poll`")
+            self.wait_for_room(min(remaining_s, _SLICE_S if poll is None else _POLL_SLICE_S))
+        return result
 
     def _describe(self) -> str:
         return f"lane {self.lane} ({self.used_bytes} of {self.capacity_bytes} bytes in use)"
@@ -246,21 +251,8 @@ class RingProducer:
         self.close()
 
 
-class RingConsumer:
+class RingConsumer(_ring.Consumer):
     """The reading end of a lane, and the owner of its memory: one per lane."""
-
-    def __init__(self, consumer: _ring.Consumer) -> None:
-        self._consumer = consumer
-
-    @classmethod
-    def create(cls, name: str, capacity_bytes: int, *, lane: int, job_id: int, restart_id: int = 0, checksum: bool = True, poison: bool | None = None) -> Self:
-        """Make the lane; all its memory (`capacity_bytes`, rounded up to whole pages, and a page) is taken now.
-
-        A segment of that name left by a dead consumer is replaced. Raises LaneBusy if its consumer lives, OSError (ENOSPC) if /dev/shm is too small.
-        """
-        if poison is None:
-            poison = os.environ.get("AREAL_HPC_RING_POISON", "0") == "1"
-        return cls(_ring.make_consumer(name, capacity_bytes, lane=lane, job_id=job_id, restart_id=restart_id, checksum=checksum, poison=poison))
 
     def wait_for_producer(self, *, timeout_s: float) -> None:
         """Return once a producer is attached; TimeoutError if none comes."""
@@ -270,56 +262,27 @@ class RingConsumer:
                 raise TimeoutError(f"waited {timeout_s:g} s for a producer to attach to lane {self.lane}")
             time.sleep(0.002)
 
-    def unlink(self) -> None:
-        """Take the name out of /dev/shm, once both ends are attached: whatever happens then, the kernel frees the memory with its last user."""
-        self._consumer.unlink()
-
     def peek(self, timeout_s: float = 0.0) -> Record | None:
         """The oldest record not seen yet, leased until its `release()`; None if none comes in `timeout_s`, or at once if the lane is drained and closed.
 
-        Raises ChecksumError for a damaged record, which is skipped (the next call goes on behind it), and LaneCorrupt, for good, for a damaged header.
+        Raises ChecksumError for a damaged record, which is skipped (the next call goes on behind it); LaneCorrupt, for good, for a damaged header;
+        ProducerDead when nothing is left and nothing will come (noticed within 0.1 s).
         """
-        record = _ring.try_peek(self._consumer)
-        if record is not None or timeout_s <= 0:
+        record = self.try_peek()
+        if record is not None:
             return record
+        self._check_producer()
         deadline = time.monotonic() + timeout_s
-        while True:
-            if self._consumer.wait_for_record(min(max(deadline - time.monotonic(), 0.0), _SLICE_S)) or time.monotonic() >= deadline:
-                return _ring.try_peek(self._consumer)
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            if self.wait_for_record(min(remaining_s, _SLICE_S)):
+                return self.try_peek()
+            self._check_producer()
+        return None
 
-    def producer_state(self) -> ProducerState:
-        """Dead: the process is gone (or another has its pid) and did not close the lane."""
-        return cast(ProducerState, self._consumer.producer_state())
-
-    @property
-    def heartbeat_age_s(self) -> float:
-        """Seconds since the producer last touched the lane; infinite before it attached."""
-        return self._consumer.heartbeat_age_s
-
-    def counters(self) -> LaneCounters:
-        return cast(LaneCounters, self._consumer.counters())
-
-    @property
-    def lane(self) -> int:
-        return self._consumer.lane
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._consumer.capacity_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes committed and not given back, headers and padding included."""
-        return self._consumer.used_bytes
-
-    @property
-    def num_leased(self) -> int:
-        """Records peeked at and not released."""
-        return self._consumer.num_leased
-
-    def close(self) -> None:
-        """Unlink, and tell the producer, whose next reserve raises LaneClosed. Views of records still leased stay readable."""
-        self._consumer.close()
+    def _check_producer(self) -> None:
+        dead = self.dead_producer()
+        if dead is not None:
+            raise ProducerDead(self.lane, *dead)
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ def test_ring_under_sanitizers(sanitizers: str) -> None:
     options = ["-DAREAL_HPC_EXTENSION=OFF", "-DAREAL_HPC_TESTS=ON", f"-DAREAL_HPC_SANITIZE={sanitizers}"]
     if shutil.which("ninja"):
         options.append("-GNinja")
-    for command in ([cmake, "-S", str(ROOT), "-B", str(build), *options], [cmake, "--build", str(build)]):
+    for command in ([cmake, "-S", str(ROOT), "-B", str(build), *options], [cmake, "--build", str(build), "--target", "test_ring"]):
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=1", "TSAN_OPTIONS": "halt_on_error=1"}
