@@ -1,4 +1,4 @@
-"""Builds areal_hpc._ring with CMake in build/ext, which is kept: a rebuild after an edit takes seconds. Metadata is in pyproject.toml."""
+"""Builds areal_hpc._ring and areal_hpc._cuda with CMake in build/ext, which is kept: a rebuild after an edit takes seconds. Metadata is in pyproject.toml."""
 
 import shutil
 import subprocess
@@ -23,11 +23,11 @@ class CMakeBuild(build_ext):
         if ninja := shutil.which("ninja"):
             options += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         subprocess.run(["cmake", "-S", ROOT, "-B", BUILD, *options], check=True, stdout=subprocess.DEVNULL)
-        subprocess.run(["cmake", "--build", BUILD, "--target", "_ring"], check=True)
+        subprocess.run(["cmake", "--build", BUILD, "--target", ext.name.rpartition(".")[2]], check=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_suffix(".new")
         shutil.copy2(BUILD / target.name, fresh)
         fresh.replace(target)  # never written in place: a running process may have it mapped
 
 
-setup(ext_modules=[Extension("areal_hpc._ring", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(ext_modules=[Extension(f"areal_hpc.{name}", sources=[]) for name in ("_ring", "_cuda")], cmdclass={"build_ext": CMakeBuild})
