@@ -191,7 +191,11 @@ class Evaluation:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transport:
     lane_bytes: int = 16 << 20
-    """Bytes of the shared-memory lane of one generation rank; a record (one group) may take a quarter."""
+    """Bytes of the shared-memory lane of one generation rank; a record (one group) may take a quarter. A lane between two nodes takes them on both."""
+    lanes: Literal["auto", "forwarded"] = "auto"
+    """auto: shared memory between ranks of one node, MPI messages between nodes; forwarded: MPI messages everywhere (slower: to try them on one node)."""
+    silence_deadline_s: float = 120.0
+    """Seconds without a sign of life after which training, while it waits for data, takes a generation rank of another node for dead."""
     bucket_bytes: int = 64 << 20
     """Bytes of one weight bucket."""
     push_deadline_s: float = 120.0
@@ -285,6 +289,10 @@ def check(config: Config) -> None:
     _require(0 < data.heldout_fraction < 1, f"data.heldout_fraction={data.heldout_fraction} must lie between 0 and 1")
     _require(
         config.transport.bucket_bytes >= 1 << 16, f"transport.bucket_bytes={config.transport.bucket_bytes}: at least 65536, or the push drowns in broadcasts"
+    )
+    _require(
+        config.transport.silence_deadline_s >= 3,
+        f"transport.silence_deadline_s={config.transport.silence_deadline_s:g}: signs of life come once a second; use 3 or more",
     )
     custom = config.reward.custom
     _require(not custom or custom.count(":") == 1, f"reward.custom={custom} must name module:function")

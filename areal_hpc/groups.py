@@ -7,6 +7,7 @@ that span both; they are process-group objects on a prefix of the store, without
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from areal_hpc.config import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,10 +75,11 @@ def connect(world: World, device: str, timeout_s: float) -> Connection:
     if store is None:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     chosen = pick_device(device, world.local_rank)
-    # gloo binds to this address rather than to whatever the host name resolves to (often nothing on compute nodes)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    if world.num_nodes == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # gloo binds to the same interface rather than to whatever the host name resolves to: often nothing on compute nodes, or loopback, in silence
+    interface = interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(backend, store=dist.PrefixStore(world.role, store), rank=world.role_rank, world_size=world.role_comm.size, timeout=NEVER)
     return Connection(chosen, store, address)
 
@@ -88,17 +92,45 @@ def training_mesh(world: World, device: torch.device) -> DeviceMesh:
 
 
 def own_address(num_nodes: int) -> str:
-    """Address that the other ranks reach this one at: loopback on one node, else of AREAL_HPC_IFACE, else of the host name."""
+    """Address that the other ranks reach this one at: loopback on one node, else of the interface AREAL_HPC_IFACE names (or GLOO_SOCKET_IFNAME, or
+    NCCL_SOCKET_IFNAME), else of the host name, else, where that says loopback or nothing, of the first interface of the network.
+
+    Raises ConfigError when the named interface has no address, or when there is none at all.
+    """
     if num_nodes == 1:
         return "127.0.0.1"
-    interface = os.environ.get("AREAL_HPC_IFACE")
-    if interface:
-        return address_of(interface)
-    return socket.gethostbyname(socket.gethostname())
+    if named := os.environ.get("AREAL_HPC_IFACE"):
+        return address_of(named)
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        first = os.environ.get(variable, "").split(",")[0].removeprefix("=")  # NCCL also takes prefixes and exclusions: those are left to it
+        if first in interfaces:
+            return address_of(first)
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:  # no name service on compute nodes
+        address = "127.0.0.1"
+    if not address.startswith("127."):
+        return address
+    for interface in interfaces:
+        with contextlib.suppress(ConfigError):
+            address = address_of(interface)
+            if not address.startswith("127."):
+                return address
+    raise ConfigError(f"host {socket.gethostname()} has no IPv4 address that other nodes could reach; name its network interface with AREAL_HPC_IFACE")
+
+
+def interface_of(address: str) -> str | None:
+    """Network interface that has this IPv4 address; None if none has (the host name may resolve to an address behind a translation)."""
+    for _, interface in socket.if_nameindex():
+        with contextlib.suppress(ConfigError):
+            if address_of(interface) == address:
+                return interface
+    return None
 
 
 def address_of(interface: str) -> str:
-    """IPv4 address of a network interface (SIOCGIFADDR). Raises OSError naming it when it has none."""
+    """IPv4 address of a network interface (SIOCGIFADDR). Raises ConfigError naming it when it has none."""
     import fcntl
     import struct
 
@@ -106,5 +138,6 @@ def address_of(interface: str) -> str:
         try:
             reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
-            raise OSError(f"AREAL_HPC_IFACE={interface}: no such interface, or it has no IPv4 address") from error
+            there_are = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(f"network interface '{interface}': there is none of that name with an IPv4 address; there are: {there_are}") from error
     return socket.inet_ntoa(reply[20:24])

@@ -6,7 +6,6 @@ srun / mpiexec ──▶ run_rank on every rank ──▶ generation rank: rollo
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +25,7 @@ from areal_hpc.reward.service import RewardService
 from areal_hpc.rollout.engines import create_engine
 from areal_hpc.rollout.worker import RolloutWorker
 from areal_hpc.signals import StopFlag
-from areal_hpc.topology import World, lane_owner
+from areal_hpc.topology import World
 from areal_hpc.train.checkpoint import load_weights_from, save_checkpoint, save_model
 from areal_hpc.train.collect import Collector
 from areal_hpc.train.compose import Composer
@@ -34,8 +33,8 @@ from areal_hpc.train.loop import Head, TrainingRank, end_run, training_loop
 from areal_hpc.train.publish import Publisher
 from areal_hpc.train.record import Recorder
 from areal_hpc.train.trainer import Trainer
+from areal_hpc.transport.lanes import open_incoming, open_outgoing
 from areal_hpc.transport.messages import Mailbox
-from areal_hpc.transport.ring import RingConsumer, RingProducer, sweep_stale
 from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
 from areal_hpc.validate import model_folder
 
@@ -52,7 +51,7 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
         abort.name = world.name()
         stop = StopFlag()
         stop.install()
-        phases = Phases(world.world_rank, world.role)
+        phases = Phases(world.world_rank, world.role, clock=world.clock)
         connection = groups.connect(world, config.device, config.transport.start_deadline_s)
         problems = load_problems(config.data)
         model_dir = prepare_model(config, world)
@@ -121,11 +120,6 @@ def patient_bcast(world: World, text: str, deadline_s: float) -> str:
     return world.comm.recv(source=root)
 
 
-def lane_name(token: str, generation_rank: int) -> str:
-    """Name of a lane while both ends attach (ring.py adds its prefix); unlinked right after."""
-    return f"{token}.{generation_rank}"
-
-
 def wire_dtype(config: Config) -> torch.dtype:
     """Type that weights travel and are generated with."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
@@ -135,11 +129,7 @@ def generate(config: Config, world: World, connection: groups.Connection, proble
     """A generation rank: its engine starts empty and gets version 0 by the first push, as every other version."""
     tokenizer = Tokenizer.from_folder(model_dir)
     engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
-    world.barrier(config.transport.start_deadline_s, "have their model or engine")
-    token, job_id = world.comm.bcast(None, root=world.training_ranks[0])
-    world.barrier(config.transport.start_deadline_s, "create their lanes")
-    lane = RingProducer.open(lane_name(token, world.role_rank), job_id=job_id, timeout_s=config.transport.start_deadline_s)
-    world.barrier(config.transport.start_deadline_s, "attach to their lanes")
+    lane = open_outgoing(config, world)
     manifest = Manifest.of(((name, tensor.shape) for name, tensor in engine.named_weights()), wire_dtype(config), world.num_training)
     manifest.agree(world.comm)
     network = Network(world, connection, config.transport.bucket_bytes)
@@ -157,7 +147,7 @@ def generate(config: Config, world: World, connection: groups.Connection, proble
     )
     worker.run()
     worker.mailbox.drain(config.transport.push_deadline_s)
-    lane.close()
+    lane.close(config.transport.push_deadline_s)
 
 
 def train(
@@ -175,7 +165,7 @@ def train(
     mesh = groups.training_mesh(world, connection.device)
     trainer = Trainer(decoder_config, config.train, temperature=config.generation.temperature, device=connection.device, mesh=mesh, dtype=wire_dtype(config))
     trainer.load(load_weights_from(model_dir))
-    lanes = create_lanes(config, world)
+    lanes = open_incoming(config, world)
     manifest = Manifest.of(((shard.name, shard.shape) for shard in trainer.named_shards()), wire_dtype(config), world.num_training)
     manifest.agree(world.comm)
     network = Network(world, connection, config.transport.bucket_bytes)
@@ -200,8 +190,7 @@ def train(
         else:
             save(steps)
     summary = end_run(rank, finished=finished)
-    for lane in lanes.values():
-        lane.close()
+    lanes.close(config.transport.push_deadline_s)
     if head is not None:
         if not finished:
             text = f"stopped on request ({stop.signal_name}) after step {steps}; checkpoint written"
@@ -210,24 +199,6 @@ def train(
         head.recorder.log.close()
         head.recorder.progress.finish()
     return (guard.DONE if finished else guard.REQUEUE), {"steps": steps, **summary}
-
-
-def create_lanes(config: Config, world: World) -> dict[int, RingConsumer]:
-    """Create the lanes this training rank owns, let the generation ranks attach, and take the names away again: nothing can be left behind."""
-    secret = None
-    if world.is_first_trainer:
-        secret = (secrets.token_hex(8), secrets.randbits(62))
-        for name in sweep_stale():
-            print(f"removed /dev/shm/{name}, left by a killed run", flush=True)
-    world.barrier(config.transport.start_deadline_s, "have their model or engine")
-    token, job_id = world.comm.bcast(secret, root=world.training_ranks[0])
-    mine = [g for g in range(world.num_generation) if lane_owner(g, world.num_training) == world.role_rank]
-    lanes = {g: RingConsumer.create(lane_name(token, g), config.transport.lane_bytes, lane=g, job_id=job_id) for g in mine}
-    world.barrier(config.transport.start_deadline_s, "create their lanes")
-    world.barrier(config.transport.start_deadline_s, "attach to their lanes")
-    for lane in lanes.values():
-        lane.unlink()
-    return lanes
 
 
 def open_head(

@@ -41,21 +41,27 @@ def assign_roles(node_of_rank: Sequence[int], generation_fraction: float) -> lis
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank's place in the job, and the communicators. `control` carries all messages between roles."""
+    """This rank's place in the job, and the communicators. `control` carries all control messages between roles."""
 
     world_rank: int
     role: Role
     role_rank: int
     local_rank: int
-    host: str
     generation_ranks: tuple[int, ...]
     """World ranks that generate, in order: generation rank g is `generation_ranks[g]`."""
     training_ranks: tuple[int, ...]
-    num_nodes: int
+    node_of_rank: tuple[int, ...]
+    """Node index (0, 1, ... in the order of their lowest ranks) of each world rank."""
+    hosts: tuple[str, ...]
+    """Host name of each node."""
+    clock_offset_s: float
+    """What training rank 0's `time.monotonic()` is ahead of this rank's; 0 on its own node."""
     comm: MPI.Comm
     role_comm: MPI.Comm
     node_comm: MPI.Comm
     control: MPI.Comm
+    forward: MPI.Comm
+    """Carries ring records, credits and signs of life between nodes (transport/forward.py)."""
 
     @property
     def size(self) -> int:
@@ -72,6 +78,15 @@ class World:
         return len(self.training_ranks)
 
     @property
+    def num_nodes(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def host(self) -> str:
+        """Name of this rank's node."""
+        return self.hosts[self.node_of_rank[self.world_rank]]
+
+    @property
     def is_first_trainer(self) -> bool:
         """Training rank 0 composes batches, writes the log and speaks for the job."""
         return self.role == "training" and self.role_rank == 0
@@ -85,12 +100,20 @@ class World:
                 raise TimeoutError(f"{self.name()} waited {deadline_s:g} s for all ranks to {what}")
             time.sleep(0.001)
 
+    def clock(self) -> float:
+        """Seconds on the run's clock: `time.monotonic()` of training rank 0's node (those of two nodes may lie days apart)."""
+        return time.monotonic() + self.clock_offset_s
+
     def name(self) -> str:
         """For messages: `rank 3 (generation 2) on host n1`."""
-        return f"rank {self.world_rank} ({self.role} {self.role_rank}) on host {self.host}"
+        return self.full_name_of(self.world_rank)
+
+    def full_name_of(self, world_rank: int) -> str:
+        """The same for any rank."""
+        return f"{self.name_of(world_rank)} on host {self.hosts[self.node_of_rank[world_rank]]}"
 
     def name_of(self, world_rank: int) -> str:
-        """The same for another rank, without its host."""
+        """Without the host: `rank 3 (generation 2)`."""
         if world_rank in self.generation_ranks:
             return f"rank {world_rank} (generation {self.generation_ranks.index(world_rank)})"
         return f"rank {world_rank} (training {self.training_ranks.index(world_rank)})"
@@ -110,27 +133,60 @@ def join(config: Config) -> World:
     check_layout(config, comm.size)
     node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
     leader: int = node_comm.bcast(comm.rank)  # a node is named by its lowest world rank
-    leaders: list[int] = comm.allgather(leader)
-    nodes = {name: index for index, name in enumerate(sorted(set(leaders)))}
-    roles = assign_roles([nodes[name] for name in leaders], config.topology.generation_fraction)
-    if len(nodes) > 1:
-        raise ConfigError(f"the ranks are on {len(nodes)} nodes: this version carries trajectories within one node; start all ranks on one")
+    places: list[tuple[int, str]] = comm.allgather((leader, socket.gethostname()))
+    node_of_rank, hosts = number_nodes(places)
+    roles = assign_roles(node_of_rank, config.topology.generation_fraction)
     role = roles[comm.rank]
     role_comm = comm.Split(0 if role == "generation" else 1, comm.rank)
+    forward = comm.Dup()
     return World(
         world_rank=comm.rank,
         role=role,
         role_rank=role_comm.rank,
         local_rank=node_comm.rank,
-        host=socket.gethostname(),
         generation_ranks=tuple(r for r, x in enumerate(roles) if x == "generation"),
         training_ranks=tuple(r for r, x in enumerate(roles) if x == "training"),
-        num_nodes=len(nodes),
+        node_of_rank=node_of_rank,
+        hosts=hosts,
+        clock_offset_s=_clock_offset(forward, node_comm, node_of_rank, reference=roles.index("training")),
         comm=comm,
         role_comm=role_comm,
         node_comm=node_comm,
         control=comm.Dup(),
+        forward=forward,
     )
+
+
+def number_nodes(places: Sequence[tuple[int, str]]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(node index of each rank, host name of each node) from every rank's (lowest rank of its node, host name)."""
+    leaders = sorted({leader for leader, _ in places})
+    return tuple(leaders.index(leader) for leader, _ in places), tuple(places[leader][1] for leader in leaders)
+
+
+CLOCK_ROUNDS = 10
+"""Questions to the reference clock; the one that was answered fastest counts."""
+
+
+def _clock_offset(comm: MPI.Comm, node_comm: MPI.Comm, node_of_rank: Sequence[int], reference: int) -> float:
+    """Seconds that the monotonic clock of rank `reference` is ahead of this node's, to half a round trip. Collective."""
+    offset_s = 0.0
+    for node in sorted(set(node_of_rank) - {node_of_rank[reference]}):
+        leader = node_of_rank.index(node)
+        if comm.rank == reference:
+            for _ in range(CLOCK_ROUNDS):
+                comm.recv(source=leader)
+                comm.send(time.monotonic(), dest=leader)
+        elif comm.rank == leader:
+            rounds = []
+            for _ in range(CLOCK_ROUNDS):
+                asked_at = time.monotonic()
+                comm.send(None, dest=reference)
+                answer: float = comm.recv(source=reference)
+                told_at = time.monotonic()
+                rounds.append((told_at - asked_at, answer - (asked_at + told_at) / 2))
+            offset_s = min(rounds)[1]
+    shared: float = node_comm.bcast(offset_s)
+    return shared
 
 
 def _check_size(size: int) -> None:

@@ -44,10 +44,11 @@ def check_machine(config: Config) -> None:
     num_ranks = config.topology.num_ranks
     num_lanes = num_ranks - num_training_ranks(num_ranks, config.topology.generation_fraction)
     shared = os.statvfs("/dev/shm")
-    needed, free = num_lanes * config.transport.lane_bytes, shared.f_bavail * shared.f_frsize
+    times = 2 if config.transport.lanes == "forwarded" else 1  # with a lane at both ends
+    needed, free = times * num_lanes * config.transport.lane_bytes, shared.f_bavail * shared.f_frsize
     if needed > free:
         raise ConfigError(
-            f"{num_lanes} lanes of transport.lane_bytes={config.transport.lane_bytes} need {needed} bytes of /dev/shm, which has {free} free; "
+            f"{times * num_lanes} lanes of transport.lane_bytes={config.transport.lane_bytes} need {needed} bytes of /dev/shm, which has {free} free; "
             "use smaller lanes, fewer ranks, or enlarge /dev/shm"
         )
     module = config.reward.custom.partition(":")[0]

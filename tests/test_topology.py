@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from areal_hpc.config import Config, ConfigError, Topology, Train, check_layout, num_training_ranks
-from areal_hpc.topology import assign_roles, lane_owner
+from areal_hpc.config import Config, ConfigError, Topology, Train, Transport, check, check_layout, num_training_ranks
+from areal_hpc.topology import assign_roles, lane_owner, number_nodes
 from areal_hpc.transport.weights import Manifest, shard_rows
 
 
@@ -53,6 +53,43 @@ def test_batch_smaller_than_training_ranks_names_a_way_out() -> None:
 
 def test_lanes_are_spread_over_training_ranks() -> None:
     assert [lane_owner(g, 3) for g in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_nodes_are_numbered_by_their_lowest_rank() -> None:
+    """Ranks dealt out in turn over two nodes, a third node at the end."""
+    places = [(0, "b"), (1, "a"), (0, "b"), (1, "a"), (4, "c")]
+    assert number_nodes(places) == ((0, 1, 0, 1, 2), ("b", "a", "c"))
+
+
+def test_address_for_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interface that is named, else the host name's unless that is loopback; a wrong name is a mistake that lists the right ones."""
+    from areal_hpc import groups
+
+    for variable in ("AREAL_HPC_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "192.0.2.77")
+    assert groups.own_address(1) == "127.0.0.1"
+    assert groups.own_address(2) == "192.0.2.77"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo,other")
+    assert groups.own_address(2) == "127.0.0.1"
+    monkeypatch.setenv("AREAL_HPC_IFACE", "nowhere0")
+    with pytest.raises(ConfigError, match=r"'nowhere0'.* there are: .*lo"):
+        groups.own_address(2)
+    monkeypatch.delenv("AREAL_HPC_IFACE")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")  # Debian's /etc/hosts
+    there_are = {"lo": "127.0.0.1", "ib0": "192.0.2.5"}
+    monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(there_are, 1)))
+    monkeypatch.setattr(groups, "address_of", there_are.__getitem__)
+    assert groups.own_address(2) == "192.0.2.5" and groups.interface_of("192.0.2.5") == "ib0" and groups.interface_of("192.0.2.6") is None
+    del there_are["ib0"]
+    with pytest.raises(ConfigError, match="AREAL_HPC_IFACE"):
+        groups.own_address(2)
+
+
+def test_silence_deadline_leaves_room_for_signs_of_life() -> None:
+    with pytest.raises(ConfigError, match=r"transport.silence_deadline_s=2: .* use 3 or more"):
+        check(Config(transport=Transport(silence_deadline_s=2.0)))
 
 
 def test_shards_are_torch_chunks() -> None:

@@ -27,6 +27,7 @@ TRAINING_PHASES = ("start", "wait_data", "collect", "prox", "train", "pack", "pu
 PHASES = GENERATION_PHASES + tuple(name for name in TRAINING_PHASES if name not in GENERATION_PHASES)
 """Names of the numbers in /timeline; a later version only appends."""
 PHASES_OF_ROLE = {"generation": GENERATION_PHASES, "training": TRAINING_PHASES}
+LANE_WAYS = ("shared memory", "forwarded")
 OUTCOMES = ("trained", "dropped", "failed", "masked")
 STATUSES = tuple(status.name.lower() for status in Status)
 
@@ -223,6 +224,28 @@ def _small_tables() -> tuple[Table, ...]:
                 c("running", "<i4", "1", "sequences being decoded"),
                 c("waiting", "<i4", "1", "groups that wait at the rank: to be decoded (generation), to be trained (training)"),
                 c("rss_bytes", "<i8", "byte", "resident memory of the process"),
+            ),
+        ),
+        Table(
+            "ring",
+            "state of each lane, about once per step; counts and seconds are sums since the start",
+            256,
+            (
+                c("time_s", "<f8", "s", "when, on the run's clock"),
+                c("lane", "<i4", "1", "number of the lane: the generation rank (0, 1, ...) that writes it"),
+                c("rank", "<i4", "rank", "world rank that reads it"),
+                c("way", "u1", "1", "how records travel", LANE_WAYS),
+                c("records", "<i8", "1", "records read"),
+                c("bytes", "<i8", "byte", "payload bytes read"),
+                c("markers", "<i8", "1", "markers read"),
+                c("checksum_errors", "<i8", "1", "damaged records, counted and not delivered"),
+                c("used_bytes", "<i8", "byte", "bytes in use now, beside the reader"),
+                c("high_water_bytes", "<i8", "byte", "most bytes in use at a commit, beside the reader"),
+                c("full_waits", "<i8", "1", "times the writer found its lane full"),
+                c("full_wait_s", "<f8", "s", "time from finding it full until there was room"),
+                c("credit_waits", "<i8", "1", "times the forwarder had to wait for the reader to give space back; 0 in shared memory"),
+                c("credit_wait_s", "<f8", "s", "time of those waits"),
+                c("silent_s", "<f8", "s", "since the writer was last heard of (shared memory: since it last touched the lane); infinite: not yet"),
             ),
         ),
     )

@@ -25,8 +25,8 @@ from areal_hpc.rollout.evaluate import EVALUATION_IDS, EvaluationInProgress, eva
 from areal_hpc.rollout.groups import GroupInProgress
 from areal_hpc.rollout.leases import Dispatcher, Leases
 from areal_hpc.topology import World
+from areal_hpc.transport.lanes import Outgoing
 from areal_hpc.transport.messages import Mailbox, Message, Tag
-from areal_hpc.transport.ring import RingProducer
 from areal_hpc.transport.trajectory import GRADED, Group, Status, group_bytes, write_group
 from areal_hpc.transport.weights import Receiver
 
@@ -45,7 +45,7 @@ class RolloutWorker:
     world: World
     engine: Engine
     receiver: Receiver
-    lane: RingProducer
+    lane: Outgoing
     rewards: RewardService
     problems: Problems
     tokenizer: Tokenizer
@@ -87,6 +87,7 @@ class RolloutWorker:
             self.decode_one_step()
             self.collect_verdicts()
             self.push_finished()
+            self.lane.progress()
             self.report()
         self.report(final=True)
 
@@ -141,6 +142,8 @@ class RolloutWorker:
         size = self.config.train.group_size
         self.engine.abort([ticket * size + sample for ticket, group in self.groups.items() for sample in range(size) if sample not in group.completions])
         self.counters["unfinished_groups"] += len(self.groups) + len(self.outbox)
+        for ticket in [*self.groups, *(group.ticket for group in self.outbox)]:
+            self.lane.producer.cancel(ticket)
         self.groups.clear()
         self.outbox.clear()
 
@@ -180,6 +183,7 @@ class RolloutWorker:
         size = self.config.train.group_size
         prompt_P = self.tokenizer.encode(self.problems.train[index].question + self.config.data.suffix)
         self.groups[ticket] = GroupInProgress(ticket, index, prompt_P, size)
+        self.lane.producer.begin(ticket)
         self._unreported.append(ticket)
         self.counters["admitted_groups"] += 1
         generation = self.config.generation
@@ -200,7 +204,7 @@ class RolloutWorker:
 
     def decode_one_step(self) -> None:
         """One token for every running sequence; what finished goes to the reward service."""
-        if len(self.outbox) > MAX_OUTBOX:
+        if len(self.outbox) > MAX_OUTBOX and self.evaluation is None:  # training may be waiting for the evaluation before it empties the lane
             self.phases.enter("ring_full")
             time.sleep(IDLE_S)
             return
@@ -277,7 +281,7 @@ class RolloutWorker:
         """Write finished groups into the ring as long as it has room."""
         while self.outbox:
             group = self.outbox[0]
-            slot = self.lane.try_reserve(group_bytes(group))
+            slot = self.lane.producer.try_reserve(group_bytes(group))
             if slot is None:
                 return
             versions = [t.versions_R for t in group.trajectories]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from areal_hpc.train.trainer import LocalBatch
-from areal_hpc.transport.ring import RingConsumer
+from areal_hpc.transport.lanes import Incoming
+from areal_hpc.transport.ring import ProducerDead, Record, RingConsumer
 from areal_hpc.transport.trajectory import Group, Trajectory, group_bytes, read_group, read_table, record_size, write_group
 
 if TYPE_CHECKING:
@@ -42,28 +43,40 @@ class Collector:
     """The consuming end of this training rank's lanes."""
 
     role_rank: int
-    lanes: dict[int, RingConsumer]
-    """generation rank -> its lane."""
+    lanes: Incoming
     max_held: int
     """Groups kept in host memory before records are left in their lanes."""
     held: dict[int, Group] = field(default_factory=dict)
 
     def drain(self) -> list[Arrival]:
-        """Take all records that are there. Never blocks. Raises RuntimeError when the producer of an empty lane has died."""
+        """Take all records that are there. Never blocks. Raises RuntimeError that names the generation rank behind an empty lane whose process has died."""
+        self.lanes.receiver.progress()
         arrivals = []
-        for generation_rank, lane in self.lanes.items():
-            while len(self.held) < self.max_held and (record := lane.peek()) is not None:
+        for generation_rank, lane in self.lanes.consumers.items():
+            while len(self.held) < self.max_held and (record := self._peek(generation_rank, lane)) is not None:
                 ticket, prompt_tokens, table = read_table(record.buffer)
                 self.held[ticket] = read_group(record.buffer)
                 record.release()
                 arrivals.append(Arrival(ticket, generation_rank, self.role_rank, int(table["version_min"].min()), prompt_tokens, table))
         return arrivals
 
+    def _peek(self, generation_rank: int, lane: RingConsumer) -> Record | None:
+        try:
+            return lane.peek()
+        except ProducerDead as error:
+            raise self._lost(generation_rank, error) from error
+
     def check_producers(self) -> None:
-        """Raises RuntimeError that names a generation rank whose process is gone."""
-        for generation_rank, lane in self.lanes.items():
-            if lane.producer_state() == "dead":
-                raise RuntimeError(f"generation {generation_rank} died: the process behind its ring lane is gone")
+        """Raises RuntimeError that names a generation rank of another node that has fallen silent. Never blocks."""
+        try:
+            self.lanes.receiver.progress()
+            self.lanes.receiver.check()
+        except ProducerDead as error:
+            raise self._lost(error.lane, error) from error
+
+    def _lost(self, generation_rank: int, error: ProducerDead) -> RuntimeError:
+        told = generation_rank in self.lanes.receiver.lanes  # by the forwarder, which knows names
+        return RuntimeError(str(error) if told else f"{self.lanes.names[generation_rank]} is lost: {error}")
 
     def drop(self, tickets: Sequence[int]) -> None:
         """Forget groups that will not be trained."""

@@ -140,7 +140,7 @@ class TrainingRank:
         evaluate = version in (0, last) or bool(every and version % every == 0)
         limit = 0
         if self.head is not None:
-            self.publisher.wait_settled(self.head.pump)
+            self.publisher.wait_settled(self.pump_and_listen)
             self.head.log_push()
             if evaluate:
                 self.head.wait(lambda: not self.head.evaluating, self.config.transport.data_deadline_s, lambda: "the evaluation before")  # type: ignore[union-attr]
@@ -148,6 +148,12 @@ class TrainingRank:
             limit = self.head.composer.ledger.limit
         shards = ((shard.name, shard.local) for shard in self.trainer.named_shards())
         self.publisher.publish(shards, version, limit, evaluate=evaluate, final=version == last)
+
+    def pump_and_listen(self) -> None:
+        """A rank that does not confirm may be dead."""
+        assert self.head is not None
+        self.head.pump()
+        self.collector.check_producers()
 
     def next_plan(self) -> Plan | None:
         """Wait for the next batch, emptying the lanes meanwhile. None: the run was asked to stop. Raises TimeoutError when no data comes."""
@@ -214,16 +220,19 @@ class TrainingRank:
             time.sleep(POLL_S)
 
     def report(self, final: bool) -> None:
-        """Phases of a training rank other than 0, for the log."""
-        if self.head is None:
-            body = {
-                "phases": self.phases.drain(),
-                "tokens": self.tokens_trained,
-                "running": 0,
-                "waiting": len(self.collector.held),
-                "rss_bytes": resident_bytes(),
-            }
-            self.mailbox.post(self.world.training_ranks[0], Tag.OBSERVED, body | {"final": final, "counters": {}})
+        """State of this rank's lanes, for the log; of a rank other than 0 its phases too."""
+        ring = self.collector.lanes.rows(self.world.clock(), self.world.world_rank)
+        if self.head is not None:
+            self.head.recorder.lanes(ring)
+            return
+        body = {
+            "phases": self.phases.drain(),
+            "tokens": self.tokens_trained,
+            "running": 0,
+            "waiting": len(self.collector.held),
+            "rss_bytes": resident_bytes(),
+        }
+        self.mailbox.post(self.world.training_ranks[0], Tag.OBSERVED, body | {"ring": ring, "final": final, "counters": {}})
 
 
 def training_loop(rank: TrainingRank, save: Callable[[int], None]) -> int:
@@ -262,7 +271,7 @@ def end_run(rank: TrainingRank, *, finished: bool) -> dict:
         rank.wait_for_stop(deadline_s)
         return {}
     head = rank.head
-    rank.publisher.wait_settled(head.pump)
+    rank.publisher.wait_settled(rank.pump_and_listen)
     if finished:
         head.wait(lambda: not head.evaluating, deadline_s, lambda: "the last evaluation")
     head.log_push()
@@ -275,6 +284,7 @@ def end_run(rank: TrainingRank, *, finished: bool) -> dict:
         deadline_s,
         lambda: f"last reports of ranks {[r for r in others if r not in head.recorder.finals]}",
     )
+    rank.report(final=True)
     head.recorder.log.append("timeline", rank.phases.drain())
     accuracies = [e.accuracy for e in head.recorder.evaluations]
     return {

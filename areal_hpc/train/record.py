@@ -180,10 +180,15 @@ class Recorder:
         body = message.body
         self.log.append("timeline", body["phases"])
         row = {name: body[name] for name in ("tokens", "running", "waiting", "rss_bytes")}
+        self.lanes(body.get("ring", []))
         role = 0 if message.source in self.world.generation_ranks else 1
         self.log.append("ranks", row | {"rank": message.source, "role": role, "time_s": time.monotonic()})
         if body["final"]:
             self.finals[message.source] = Counter(body["counters"])
+
+    def lanes(self, rows: list[dict[str, Any]]) -> None:
+        """State of the lanes of one training rank (`transport.lanes.Incoming.rows`)."""
+        self.log.append("ring", rows)
 
     def account(self, composer: Composer) -> dict[str, int]:
         """Where every admitted group went. Raises RuntimeError if one is unaccounted for (rank counters against the ledger)."""

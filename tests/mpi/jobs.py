@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     decoder = hf.build_random(config, seed)
     hf.save(folder, config.to_hf(), decoder.named_parameters(), hf.tokenizer_files(files))
     return folder
+
+
+def with_ranks(config: Config, num_ranks: int, fraction: float = 0.75) -> Config:
+    return replace(config, topology=Topology(num_ranks=num_ranks, generation_fraction=fraction))
 
 
 @dataclass(frozen=True)
@@ -94,3 +99,38 @@ def run(config: Config, run_dir: Path, *arguments: str, python: str = sys.execut
     job = finish(start(config, run_dir, *arguments, python=python), run_dir)
     assert job.status == 0, f"status {job.status}\n{job.stdout}\n{job.stderr}"
     return job
+
+
+def ranks_of(run_dir: Path) -> dict[int, int]:
+    """world rank -> pid of a running job."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = dict(item.split("=", 1) for item in (process / "environ").read_text().split("\0") if "=" in item)
+            command = (process / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if environment.get("AREAL_HPC_ATTEMPT_DIR") == str(run_dir / "attempt-1") and "PMI_RANK" in environment and "areal_hpc run" in command:
+            found[int(environment["PMI_RANK"])] = int(process.name)
+    return found
+
+
+def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    """Until the log shows a finished step."""
+    stop_at = time.monotonic() + 120
+    while time.monotonic() < stop_at:
+        assert process.poll() is None, process.communicate()
+        log = run_dir / "attempt-1" / "log.h5"
+        if log.exists() and len(read_table(log, "steps")):
+            return
+        time.sleep(0.2)
+    raise TimeoutError("no step within 120 s")
+
+
+def check_ring(job: Job, way: int) -> None:
+    """The last row of each lane in /ring agrees with the run's accounting: what was read is what arrived."""
+    ring, groups = job.table("ring"), job.exit["groups"]
+    last = [ring[ring["lane"] == lane][-1] for lane in np.unique(ring["lane"])]
+    assert sum(row["records"] for row in last) == groups["admitted"] - groups["in_ring"] - groups["unfinished"]
+    assert {(int(row["way"]), int(row["checksum_errors"])) for row in last} == {(way, 0)}
+    assert all(0 < row["bytes"] and 0 < row["high_water_bytes"] for row in last)

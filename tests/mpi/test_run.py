@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from areal_hpc.config import Config, Staleness, Topology
+from areal_hpc.config import Config, Staleness
 from areal_hpc.config_io import as_yaml
 from areal_hpc.launch.local import find_launcher
 from areal_hpc.observe.schema import OUTCOMES
@@ -26,14 +26,10 @@ pytestmark = pytest.mark.mpi
 ROOT = Path(__file__).parents[2]
 
 
-def with_ranks(config: Config, num_ranks: int, fraction: float = 0.75) -> Config:
-    return replace(config, topology=Topology(num_ranks=num_ranks, generation_fraction=fraction))
-
-
 @pytest.mark.parametrize(("num_ranks", "fraction", "mode"), [(2, 0.75, "count"), (3, 0.75, "drop"), (3, 0.3, "mask"), (4, 0.5, "dropless")])
 def test_asynchronous_run(base: Config, tmp_path: Path, num_ranks: int, fraction: float, mode: str) -> None:
     """Exit status, accounting, log and model of a run; ages within the hard bound where there is one."""
-    config = with_ranks(replace(base, staleness=Staleness(max_staleness=1, mode=mode), train=replace(base.train, num_steps=4)), num_ranks, fraction)
+    config = jobs.with_ranks(replace(base, staleness=Staleness(max_staleness=1, mode=mode), train=replace(base.train, num_steps=4)), num_ranks, fraction)
     job = jobs.run(config, tmp_path / "run")
     steps, trajectories, timeline = job.table("steps"), job.table("trajectories"), job.table("timeline")
     groups = job.exit["groups"]
@@ -58,6 +54,7 @@ def test_asynchronous_run(base: Config, tmp_path: Path, num_ranks: int, fraction
     assert job.table("evaluations")["policy_version"].tolist() == [0, 4]
     assert job.table("pushes")["version"].tolist() == [0, 1, 2, 3, 4]
     assert not list(Path("/dev/shm").glob("areal_*"))
+    jobs.check_ring(job, way=0)
 
 
 def test_same_seed_same_bits(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +62,7 @@ def test_same_seed_same_bits(base: Config, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "parity_reward.py").write_text("def grade(problem, text):\n    return float(sum(map(ord, text)) % 2)\n")  # half of a random model's answers
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reward = replace(base.reward, custom="parity_reward:grade")
-    config = with_ranks(replace(base, staleness=Staleness(max_staleness=0), reward=reward), 3)
+    config = jobs.with_ranks(replace(base, staleness=Staleness(max_staleness=0), reward=reward), 3)
     first, second = (jobs.run(config, tmp_path / name) for name in ("a", "b"))
     other = jobs.run(replace(config, seed=1), tmp_path / "c")
     assert first.weights() == second.weights()
@@ -82,7 +79,7 @@ def test_rank_that_fails_ends_the_job(base: Config, tmp_path: Path, monkeypatch:
     (tmp_path / "broken_reward.py").write_text("def grade(problem, text):\n    raise RuntimeError('no grade')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     config = replace(base, reward=replace(base.reward, custom="broken_reward:grade"), train=replace(base.train, num_steps=1000))
-    process = jobs.start(with_ranks(config, 3), tmp_path / "run")
+    process = jobs.start(jobs.with_ranks(config, 3), tmp_path / "run")
     job = jobs.finish(process, tmp_path / "run")
     assert job.status == 1
     failure = json.loads((job.attempt / "failure.json").read_text())
@@ -93,48 +90,20 @@ def test_rank_that_fails_ends_the_job(base: Config, tmp_path: Path, monkeypatch:
     assert not (job.attempt / "exit.json").exists()
 
 
-def ranks_of(run_dir: Path) -> dict[int, int]:
-    """world rank -> pid of a running job."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = dict(item.split("=", 1) for item in (process / "environ").read_text().split("\0") if "=" in item)
-            command = (process / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if environment.get("AREAL_HPC_ATTEMPT_DIR") == str(run_dir / "attempt-1") and "PMI_RANK" in environment and "areal_hpc run" in command:
-            found[int(environment["PMI_RANK"])] = int(process.name)
-    return found
-
-
-def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
-    """Until the log shows a finished step."""
-    from areal_hpc.observe.telemetry import read_table
-
-    stop_at = time.monotonic() + 120
-    while time.monotonic() < stop_at:
-        assert process.poll() is None, process.communicate()
-        log = run_dir / "attempt-1" / "log.h5"
-        if log.exists() and len(read_table(log, "steps")):
-            return
-        time.sleep(0.2)
-    pytest.fail("no step within 120 s")
-
-
 @pytest.mark.parametrize("victim", [0, 2], ids=["generation", "training"])
 def test_killed_rank_ends_the_job(base: Config, tmp_path: Path, victim: int) -> None:
     """kill -9 of a rank in the middle: the job is over within 10 s, with a non-zero status, and the log is readable."""
-    config = with_ranks(replace(base, train=replace(base.train, num_steps=100_000)), 3)
+    config = jobs.with_ranks(replace(base, train=replace(base.train, num_steps=100_000)), 3)
     process = jobs.start(config, tmp_path / "run")
-    wait_for_step(tmp_path / "run", process)
-    os.kill(ranks_of(tmp_path / "run")[victim], signal.SIGKILL)
+    jobs.wait_for_step(tmp_path / "run", process)
+    os.kill(jobs.ranks_of(tmp_path / "run")[victim], signal.SIGKILL)
     killed_at = time.monotonic()
     job = jobs.finish(process, tmp_path / "run")
     assert time.monotonic() - killed_at < 10
     assert job.status == 1
     assert "failed" in job.stderr
     assert len(job.table("steps")) >= 1
-    assert not ranks_of(tmp_path / "run")
+    assert not jobs.ranks_of(tmp_path / "run")
 
 
 def test_hung_rank_ends_the_job(base: Config, tmp_path: Path) -> None:
@@ -142,20 +111,20 @@ def test_hung_rank_ends_the_job(base: Config, tmp_path: Path) -> None:
     transport = replace(base.transport, data_deadline_s=3.0, push_deadline_s=3.0)
     config = replace(base, train=replace(base.train, num_steps=100_000), transport=transport)
     process = jobs.start(config, tmp_path / "run")
-    wait_for_step(tmp_path / "run", process)
-    os.kill(ranks_of(tmp_path / "run")[0], signal.SIGSTOP)
+    jobs.wait_for_step(tmp_path / "run", process)
+    os.kill(jobs.ranks_of(tmp_path / "run")[0], signal.SIGSTOP)
     job = jobs.finish(process, tmp_path / "run")
     assert job.status == 1
     error = json.loads((job.attempt / "failure.json").read_text())["error"]
     assert "no trajectory came for 3 s" in error or "was not confirmed within 3 s by rank 0 (generation 0)" in error
-    assert not ranks_of(tmp_path / "run")
+    assert not jobs.ranks_of(tmp_path / "run")
 
 
 def test_signal_checkpoint_export_and_start_from_it(base: Config, tmp_path: Path) -> None:
     """SIGTERM to the launcher: status 75 and a checkpoint that exports to Hugging Face format and starts another run."""
-    config = with_ranks(replace(base, train=replace(base.train, num_steps=100_000)), 3, 0.4)
+    config = jobs.with_ranks(replace(base, train=replace(base.train, num_steps=100_000)), 3, 0.4)
     process = jobs.start(config, tmp_path / "run")
-    wait_for_step(tmp_path / "run", process)
+    jobs.wait_for_step(tmp_path / "run", process)
     process.send_signal(signal.SIGTERM)
     job = jobs.finish(process, tmp_path / "run")
     assert job.status == 75, job.stderr
@@ -175,7 +144,7 @@ def test_signal_checkpoint_export_and_start_from_it(base: Config, tmp_path: Path
 
 def test_evaluation_of_a_run_equals_the_offline_one(base: Config, tmp_path: Path) -> None:
     """The last evaluation in the log and `areal-hpc eval` of the final model agree: same weights, problems and random numbers."""
-    job = jobs.run(with_ranks(base, 3), tmp_path / "run")
+    job = jobs.run(jobs.with_ranks(base, 3), tmp_path / "run")
     last = job.table("evaluations")[-1]
     told = subprocess.run([sys.executable, "-m", "areal_hpc", "eval", str(job.run_dir)], capture_output=True, text=True)
     assert f"({last['correct']} of {last['num_problems']} held-out problems" in told.stdout, told.stdout + told.stderr
@@ -211,6 +180,6 @@ def test_open_mpi(base: Config, tmp_path: Path) -> None:
     if not python.exists():
         assert shutil.which("make") is None or "CI" not in os.environ, "run env/bootstrap openmpi first"
         pytest.skip("no .venv-openmpi here: make test creates it")
-    job = jobs.run(with_ranks(base, 3), tmp_path / "run", python=str(python))
+    job = jobs.run(jobs.with_ranks(base, 3), tmp_path / "run", python=str(python))
     assert "openmpi" in job.stdout
     assert job.exit["groups"]["trained"] == 3 * base.groups_per_batch
