@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +18,8 @@ from areal_hpc.reward.channel import Channel
 
 _PR_SET_PDEATHSIG = 1
 _MPI_VARIABLES = ("PMI", "OMPI", "PRTE", "PRRTE", "SLURM", "MPI", "HYD", "PALS", "I_MPI", "MV2")
+_FOR_THE_RANK: Collection[int] = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that Slurm sends to every process of a step. What the job makes of them is the rank's decision; its children end with it."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -29,7 +33,8 @@ def scrubbed_environment() -> dict[str, str]:
 def spawn(module: str, stderr: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
     """`python -m MODULE FD PARENT` in a session of its own; FD is its end of the socket. Standard output goes where standard error goes."""
     ours, theirs = socket.socketpair()
-    with theirs:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)  # inherited, and kept: no moment at which one could end the child
+    with theirs, _restored(before):
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
@@ -40,6 +45,14 @@ def spawn(module: str, stderr: IO[bytes] | None = None) -> tuple[subprocess.Pope
             start_new_session=True,
         )
     return process, Channel(ours)
+
+
+@contextmanager
+def _restored(mask: Collection[int]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def adopt_parent() -> Channel:

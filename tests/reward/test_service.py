@@ -70,6 +70,22 @@ def is_running(pid):
         return False
 
 
+def test_signals_to_the_whole_step_are_the_ranks_affair():
+    """Slurm sends the signal of a time limit or a preemption to every process of a step: grading goes on until the rank ends."""
+    with start(custom=BY_TEXT) as service:
+        assert service.wait_ready(READY_S)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            for pid in (service._process.pid, *descendants(service._process.pid)):
+                os.kill(pid, number)
+        time.sleep(0.2)
+        assert grade_all(service, [(1, 0, "fine\n#### 1")])[1].score is not None
+    early = RewardService.start()  # and before the child has run a line of Python
+    os.kill(early._process.pid, signal.SIGUSR1)
+    early.configure(SMALL, 5.0, BY_TEXT)
+    assert early.wait_ready(READY_S)
+    early.close()
+
+
 def wait_until_gone(pids, timeout_s=5.0):
     stop_s = time.monotonic() + timeout_s
     while (left := {pid for pid in pids if is_running(pid)}) and time.monotonic() < stop_s:
