@@ -179,7 +179,7 @@ class Producer:
     def segment(self) -> tuple[int, int]:
         """As the consumer's, of this mapping."""
     def try_reserve(self, num_bytes: int) -> Slot | None:
-        """A slot, or None while the lane is full. RecordTooLarge; LaneClosed if the consumer closed the lane or died; RuntimeError while a slot is open."""
+        """A slot, or None while the lane is full. RecordTooLarge; LaneClosed if the consumer closed the lane or died; ValueError while a slot is open."""
     def try_reserve_frame(self, num_bytes: int) -> Slot | None:
         """A slot for header and payload together, to be filled with the `frame` of a record of another lane."""
     def try_push(self, data: Buffer, *, ticket: int, version_min: int = 0, version_max: int = 0, num_tokens: int = 0, num_samples: int = 0) -> int | None:
@@ -187,9 +187,9 @@ class Producer:
     def try_push_marker(self, marker_id: int) -> int | None: ...
     def wait_for_room(self, timeout_s: float) -> bool: ...
     def begin(self, ticket: int) -> None:
-        """The ticket is in flight here until it is committed or cancelled: what `ProducerDead` tells. RuntimeError if it is already, ValueError below 0."""
+        """The ticket is in flight here until it is committed or cancelled: what `ProducerDead` tells. ValueError if it is already, ValueError below 0."""
     def cancel(self, ticket: int) -> None:
-        """The ticket is given up. RuntimeError if it is not in flight."""
+        """The ticket is given up. ValueError if it is not in flight."""
     def in_flight(self) -> list[int]: ...
     def beat(self) -> None:
         """Renew the heartbeat in a long silence; commits do it too."""

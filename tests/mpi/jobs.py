@@ -133,4 +133,4 @@ def check_ring(job: Job, way: int) -> None:
     last = [ring[ring["lane"] == lane][-1] for lane in np.unique(ring["lane"])]
     assert sum(row["records"] for row in last) == groups["admitted"] - groups["in_ring"] - groups["unfinished"]
     assert all((row["way"], row["checksum_errors"]) == (way, 0) for row in last)
-    assert all(0 < row["bytes"] and 0 < row["high_water_bytes"] for row in last)
+    assert all(row["bytes"] > 0 and row["high_water_bytes"] > 0 for row in last)
