@@ -11,6 +11,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -215,9 +216,11 @@ inline std::shared_ptr<Segment> create_lane(const std::string& name, uint64_t ca
   const uint64_t capacity = (capacity_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   const FileDescriptor file(memory_detail::claim_name(name));
   AREAL_HPC_FAULT_POINT("name claimed");
-  int error;
-  while ((error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(kPageBytes + capacity))) == EINTR) {
-  }
+  // Asked first: the kernel would fill the memory of the node page by page before it says no.
+  struct statvfs space;
+  const bool limited = ::fstatvfs(file.get(), &space) == 0 && space.f_blocks != 0;
+  int error = limited && kPageBytes + capacity > uint64_t{space.f_bavail} * space.f_frsize ? ENOSPC : EINTR;
+  while (error == EINTR) error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(kPageBytes + capacity));
   if (error != 0) {
     unlink_segment(name, file_info(file.get()).st_ino);
     throw os_error(error, "lane '" + name + "' needs " + std::to_string(kPageBytes + capacity) + " bytes of /dev/shm");

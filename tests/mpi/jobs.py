@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -134,3 +135,11 @@ def check_ring(job: Job, way: int) -> None:
     assert sum(row["records"] for row in last) == groups["admitted"] - groups["in_ring"] - groups["unfinished"]
     assert all((row["way"], row["checksum_errors"]) == (way, 0) for row in last)
     assert all(row["bytes"] > 0 and row["high_water_bytes"] > 0 for row in last)
+
+
+def check_no_lane_left(patience_s: float = 10.0) -> None:
+    """No run's lane has a name (`areal_hpc.TOKEN.LANE`) in /dev/shm. Those of another run on this machine go as soon as both its ends are attached."""
+    stop_at = time.monotonic() + patience_s
+    while left := [path.name for path in Path("/dev/shm").iterdir() if re.match(r"areal_hpc\.[0-9a-f]{16}\.", path.name)]:
+        assert time.monotonic() < stop_at, left
+        time.sleep(0.1)

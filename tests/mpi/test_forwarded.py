@@ -31,7 +31,7 @@ def test_every_group_is_accounted_for(base: Config, tmp_path: Path, num_ranks: i
     trajectories = job.table("trajectories")
     assert len(trajectories) == (groups["trained"] + groups["dropped"] + groups["failed"]) * config.train.group_size
     assert set(trajectories["generation_rank"]) == {0, 1}
-    assert not list(Path("/dev/shm").glob("areal_*"))
+    jobs.check_no_lane_left()
     jobs.check_ring(job, way=1)
 
 

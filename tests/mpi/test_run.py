@@ -53,7 +53,7 @@ def test_asynchronous_run(base: Config, tmp_path: Path, num_ranks: int, fraction
         assert np.allclose(mine["start_s"][1:], mine["stop_s"][:-1]), "no gap and no overlap in a rank's time"
     assert job.table("evaluations")["policy_version"].tolist() == [0, 4]
     assert job.table("pushes")["version"].tolist() == [0, 1, 2, 3, 4]
-    assert not list(Path("/dev/shm").glob("areal_*"))
+    jobs.check_no_lane_left()
     jobs.check_ring(job, way=0)
 
 
