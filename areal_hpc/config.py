@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from areal_hpc import objectives
+
 SAFE_TASKS = (  # reasoning-gym tasks whose scorer does not execute model text
     "base_conversion",
     "basic_arithmetic",
@@ -136,16 +138,54 @@ class Train:
     """n: answers sampled for one prompt; divides batch_size."""
     num_minibatches: int = 1
     """PPO mini-batches (optimiser updates) per global batch; divides the number of groups."""
-    objective: Literal["decoupled", "ppo"] = "decoupled"
-    """decoupled: eq. 5, pi_prox recomputed once per batch; ppo: eq. 2 against the behaviour policy."""
-    clip_eps: float = 0.2
-    """Clip range of the ratio."""
-    advantage: Literal["group", "batch", "group+batch"] = "group+batch"
-    """Advantage = reward normalised within its group, over the global batch, or first one then the other."""
+    objective: Literal["decoupled", "ppo", "grpo", "dr-grpo", "rloo", "dapo", "gspo", "cispo"] = "decoupled"
+    """What is optimised, with its published defaults (docs/objectives.md): options at `auto` take them. decoupled: eq. 5 of the paper."""
+    old_policy: Literal["auto", "prox", "behav"] = "auto"
+    """What the ratio is measured against: the parameters before this step (weighted by pi_prox / pi_behav), or the policy that sampled."""
+    aggregation: Literal["auto", "token", "sequence", "sequence-sum", "batch"] = "auto"
+    """Mean over the tokens of a mini-batch; over answers of their token means; over answers of their token sums; the last divided by max_new_tokens."""
+    advantage: Literal["auto", "group", "group+batch", "mean", "mean+batch", "leave-one-out", "leave-one-out+batch", "batch"] = "auto"
+    """Reward minus the group's mean over its deviation; minus its mean; minus the mean of the others. +batch: then over the deviation of the batch. batch: no groups."""
+    clip_low: float | Literal["auto"] = "auto"
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float | Literal["auto"] = "auto"
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: float | Literal["none"] = "none"
+    """Ratio above which tokens with A < 0 stop counting (arXiv 1912.09729, there 3)."""
+    prox: Literal["auto", "recompute", "loglinear"] = "auto"
+    """pi_prox: recomputed once per batch (the paper), or interpolated between pi_behav and pi_theta by staleness, without a forward pass (arXiv 2512.06547)."""
+    behav_weight: Literal["auto", "full", "truncated", "masked"] = "auto"
+    """pi_prox / pi_behav as it is; at most behav_cap; or 0 above behav_cap."""
+    behav_level: Literal["auto", "token", "sequence"] = "auto"
+    """That weight for each token, or the product over its answer's tokens."""
+    behav_cap: float | Literal["auto"] = "auto"
+    """Largest weight (auto: 2)."""
+    kl_coef: float = 0.0
+    """Coefficient of the penalty for KL(pi_theta || reference), per nat; 0: no reference model. GRPO's paper has 0.04."""
+    kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    """Estimate of that KL at each token (auto: k3)."""
+    reference_path: str = ""
+    """Reference model: a Hugging Face folder or a checkpoint. Empty: version 0 of this run."""
+    truncated: Literal["train", "mask", "penalise"] = "train"
+    """Answers that reached generation.max_new_tokens: trained with their grade, kept out of the step (and of all statistics), or given reward.wrong."""
+    overlong_buffer: int | Literal["auto"] = "auto"
+    """Last tokens before the length limit in which the reward falls linearly (auto: a fifth of it for dapo, else 0: none)."""
+    overlong_penalty: float | Literal["auto"] = "auto"
+    """How far it falls at the limit, in units of reward (auto: half the distance of right and wrong)."""
+    min_group_size: int = 1
+    """Fewest answers of a group that must be left to train (graded, not masked); smaller groups are filtered out and replaced."""
+    dynamic_sampling: Literal["auto", "refill", "none"] = "auto"
+    """Filter out groups whose rewards are all equal, and generate others in their place (auto: refill for dapo)."""
+    max_filtered: int | Literal["auto"] = "auto"
+    """Batches' worth of groups that may be filtered out between two steps before the run ends with an error (auto: 50)."""
     lr: float = 2e-5
-    """Peak learning rate of AdamW, constant after the warm-up."""
+    """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Optimiser updates over which the learning rate rises linearly."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of the learning rate from the warm-up to the last update of num_steps."""
+    final_lr_share: float | Literal["auto"] = "auto"
+    """Share of the peak that cosine and linear end at (auto: 0.1)."""
     weight_decay: float = 0.05
     """Decoupled weight decay of AdamW (matrices only)."""
     adam_beta1: float = 0.9
@@ -154,12 +194,26 @@ class Train:
     """Second beta of AdamW."""
     adam_eps: float = 1e-5
     """Epsilon of AdamW."""
+    adam_kernel: Literal["fused", "foreach"] = "fused"
+    """PyTorch's implementation of AdamW."""
     max_grad_norm: float = 1.0
     """Gradient norm above which gradients are scaled down."""
+    max_skipped_updates: int = 3
+    """Updates in a row skipped for a gradient that is not finite, after which the run ends with an error."""
+    logprob_alarm: float = 0.05
+    """Nats: mean difference between the log-probabilities of trainer and engine for one version above which the run says so; 0: never."""
     microbatch_tokens: int = 4096
     """C of Algorithm 1: tokens in one packed micro-batch."""
     min_microbatches: int = 1
     """k_min of Algorithm 1: fewest micro-batches per mini-batch and rank."""
+    attention: Literal["auto", "varlen", "buckets"] = "auto"
+    """varlen: packed kernels (GPU and bfloat16; flash-attn where installed, else torch's). buckets: padded rectangles. auto: varlen where it can run."""
+    activation_checkpointing: Literal["none", "layer"] = "none"
+    """layer: only the input of each layer is kept for the backward, which computes the rest again: less memory, a third more work."""
+    cpu_offload: bool = False
+    """Master weights, gradients and AdamW's state live in host memory; layers visit the GPU."""
+    replicas: int = 1
+    """Copies of the model on the training ranks (HSDP): each is cut over their number / replicas, of which there is a whole number."""
     save_every: int = 0
     """Steps between checkpoints; 0: only the final model."""
 
@@ -279,7 +333,8 @@ def check(config: Config) -> None:
         staleness.mode == "count" or staleness.max_staleness != "inf",
         f"staleness.mode={staleness.mode} bounds the age by max_staleness, which is inf; use mode count or a finite max_staleness",
     )
-    _require(train.group_size > 1 or train.advantage == "batch", "train.group_size=1 leaves nothing to compare within a group; use --train.advantage batch")
+    senseless = objectives.mistake(config)
+    _require(senseless is None, str(senseless))
     for task in data.tasks:
         _require(task in SAFE_TASKS, f"data.tasks: '{task}' is not one of the tasks that can be scored safely: {', '.join(SAFE_TASKS)}")
     _require(bool(data.path or data.tasks), "data.tasks is empty and no data.path is given")
@@ -303,6 +358,14 @@ def check(config: Config) -> None:
     )
     model = config.model
     _require(
+        not (train.cpu_offload and config.device == "cpu"),
+        "train.cpu_offload keeps weights off the GPU, but device=cpu; leave it out, or use --device cuda",
+    )
+    _require(
+        train.attention != "varlen" or (config.device != "cpu" and (model.dtype == "bfloat16")),
+        f"train.attention=varlen needs a GPU and --model.dtype bfloat16, not device={config.device} and {model.dtype}; use auto or buckets",
+    )
+    _require(
         model.hidden_size % model.num_heads == 0 and model.num_heads % model.num_kv_heads == 0,
         f"model.hidden_size={model.hidden_size}, num_heads={model.num_heads}, num_kv_heads={model.num_kv_heads}: each must divide the one before",
     )
@@ -310,7 +373,18 @@ def check(config: Config) -> None:
 
 
 def _check_positive(section: str, part: object) -> None:
-    may_be_zero = {"warmstart_steps", "warmstart_direct_steps", "warmup_steps", "weight_decay", "every", "save_every"}
+    may_be_zero = {
+        "warmstart_steps",
+        "warmstart_direct_steps",
+        "warmup_steps",
+        "weight_decay",
+        "every",
+        "save_every",
+        "kl_coef",
+        "overlong_buffer",
+        "final_lr_share",
+        "logprob_alarm",
+    }
     any_sign = {"right", "wrong", "seed", "warmstart_seed", "max_staleness"}
     for item in dataclasses.fields(part):  # type: ignore[arg-type]
         value = getattr(part, item.name)
@@ -331,6 +405,11 @@ def num_training_ranks(num_ranks: int, generation_fraction: float) -> int:
 def check_layout(config: Config, num_ranks: int) -> None:
     """Rules that depend on the number of ranks; called by the launcher, and again by each rank with the real number."""
     num_training = num_training_ranks(num_ranks, config.topology.generation_fraction)
+    replicas = config.train.replicas
+    _require(
+        num_training % replicas == 0,
+        f"train.replicas={replicas} does not divide the {num_training} training ranks; use {_divisors_near(num_training, replicas)}",
+    )
     trajectories = config.train.batch_size // config.train.num_minibatches
     _require(
         trajectories >= num_training * config.train.min_microbatches,

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from areal_hpc import objectives
 from areal_hpc.config import Config, ConfigError, to_dict
 
 
@@ -23,10 +24,13 @@ def save_yaml(config: Config, path: Path) -> None:
 
 
 def as_yaml(config: Config) -> str:
-    """The configuration as YAML; `load_yaml` reads it back."""
+    """The configuration as YAML, with what is behind each `auto` as a comment; `load_yaml` reads it back."""
     plain = to_dict(config)
     plain["data"]["tasks"] = list(plain["data"]["tasks"])
-    return yaml.safe_dump(plain, sort_keys=False)
+    text = yaml.safe_dump(plain, sort_keys=False)
+    for name, value in objectives.resolved_options(config).items():  # a comment: fed back with another objective, `auto` must still mean that one's value
+        text = text.replace(f"\n  {name}: auto\n", f"\n  {name}: auto  # {value}\n", 1)
+    return text
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -86,7 +90,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
             return value
         if value in (typing.get_args(option) or (option if isinstance(option, str) else None,)):
             return value
-    if hint is float and isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", value):
+    if float in (hint, *options) and isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", value):
         return float(value)  # YAML 1.1 reads 1e-3 as text
     raise ConfigError(f"{where}={value!r}: expected {_describe(hint)}")
 

@@ -27,6 +27,11 @@ def check_inputs(config: Config) -> None:
             for problem in {problem.source: problem for problem in problems.train}.values():
                 worked_solution(problem)  # raises when a task has no worked solutions to warm-start on
         tokenizer = build(problems, config.data.suffix)
+    if config.train.reference_path:
+        reference = Path(config.train.reference_path)
+        if not (reference / "config.json").is_file():
+            raise ConfigError(f"train.reference_path={reference}: neither a Hugging Face folder nor a checkpoint (no config.json)")
+        check_weight_files(reference)
     limit = config.data.max_prompt_tokens
     for split in (problems.train, problems.heldout):
         for problem in split:

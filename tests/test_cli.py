@@ -98,7 +98,7 @@ def test_bad_data_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("trian:\n  batch_size: 8\n", "did you mean 'train'?"),
         ("train: 8\n", "is a section"),
         ("train:\n  batch_size: many\n", "expected int"),
-        ("train:\n  objective: grpo\n", "'decoupled' or 'ppo'"),
+        ("train:\n  objective: reinforce\n", "'decoupled' or 'ppo' or 'grpo'"),
         ("- 1\n", "expected sections"),
         ("train: {num_steps: 3, num_steps: 4}\n", "key 'num_steps' stands 2 times"),
         ("train: [\n", "c.yaml"),

@@ -13,8 +13,6 @@ Precision: layers compute in the type of their parameters (FSDP casts them); nor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +20,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from areal_hpc.models.decoder_config import DecoderConfig
-from areal_hpc.models.packed import AttentionLayout, Packed, causal_attention
+from areal_hpc.models.packed import Attend, AttentionLayout, Packed, causal_attention
+from areal_hpc.models.scores import TokenScores, token_scores
 
 __all__ = ["Decoder", "DecoderConfig", "Packed", "TokenScores", "inverse_frequencies", "rms_norm", "rope_tables"]
-
-LOGITS_PER_CHUNK = 1 << 25  # float32 logits alive at a time (128 MiB); above it they are recomputed in backward
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenScores:
-    """What the loss needs of each scored token, in the order of the sequences."""
-
-    logprobs_M: Tensor
-    """float32, with gradient: log-probability of the target under logits / temperature."""
-    entropy_M: Tensor
-    """float32, without gradient: entropy of that distribution in nats."""
 
 
 def inverse_frequencies(config: DecoderConfig, device: torch.device | str) -> Tensor:
@@ -113,6 +100,10 @@ def _rotate_(x_NXD: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> None:
     first.copy_(rotated_first)
 
 
+def _select(x_Nd: Tensor, keep_M: Tensor | None) -> Tensor:
+    return x_Nd if keep_M is None else x_Nd.index_select(0, keep_M)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -127,6 +118,7 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.attend: Attend = causal_attention
         width_q, width_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width_q, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, width_kv, bias=config.attention_bias)
@@ -135,12 +127,12 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm: nn.Module = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_Nd: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout) -> Tensor:
+    def forward(self, x_Nd: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, keep_M: Tensor | None) -> Tensor:
         q_NHD = self.q_norm(self.q_proj(x_Nd).unflatten(-1, (-1, self.head_dim)))
         k_NGD = self.k_norm(self.k_proj(x_Nd).unflatten(-1, (-1, self.head_dim)))
         v_NGD = self.v_proj(x_Nd).unflatten(-1, (-1, self.head_dim))
         qkv_NXD = _JoinRotated.apply(q_NHD, k_NGD, v_NGD, cos, sin)
-        return self.o_proj(causal_attention(qkv_NXD, q_NHD.shape[1], layout))
+        return self.o_proj(_select(self.attend(qkv_NXD, q_NHD.shape[1], layout), keep_M))
 
 
 class MLP(nn.Module):
@@ -157,13 +149,20 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        self.recompute = False
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x_Nd: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout) -> Tensor:
-        x_Nd = x_Nd + self.self_attn(self.input_layernorm(x_Nd), cos, sin, layout)
+    def forward(self, x_Nd: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, keep_M: Tensor | None = None) -> Tensor:
+        """[N, d], or [M, d] at the places `keep_M` (int64): what nobody reads behind the last layer is not computed there."""
+        if self.recompute and torch.is_grad_enabled():  # inside the layer: FSDP's hooks stay outside and run once
+            return checkpoint(self._residuals, x_Nd, cos, sin, layout, keep_M, use_reentrant=False, preserve_rng_state=False)
+        return self._residuals(x_Nd, cos, sin, layout, keep_M)
+
+    def _residuals(self, x_Nd: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, keep_M: Tensor | None) -> Tensor:
+        x_Nd = _select(x_Nd, keep_M) + self.self_attn(self.input_layernorm(x_Nd), cos, sin, layout, keep_M)
         return x_Nd + self.mlp(self.post_attention_layernorm(x_Nd))
 
 
@@ -194,17 +193,23 @@ class Decoder(nn.Module):
         if max(batch.lengths) > self.config.max_context_tokens:
             raise ValueError(f"a sequence of {max(batch.lengths)} tokens exceeds the model's context of {self.config.max_context_tokens}")
         assert temperature > 0, f"temperature={temperature} must be above zero"
-        hidden_Md = self.hidden(batch).index_select(0, batch.score_index_M)
         head_Vd = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return _score(hidden_Md, head_Vd, batch.targets_M, 1.0 / temperature)
+        return token_scores(self.hidden(batch), head_Vd, batch.targets_M, temperature)
 
     def hidden(self, batch: Packed) -> Tensor:
-        """[N, d]: states after the last norm. Called inside `forward` only (FSDP gathers the root's parameters there)."""
+        """[M, d]: states after the last norm, at the scored places. Called inside `forward` only (FSDP gathers the root's parameters there)."""
         cos, sin = rope_tables(self.config, batch.positions_N)
         x_Nd = self.model.embed_tokens(batch.tokens_N)
-        for layer in self.model.layers:
+        *layers, last = self.model.layers
+        for layer in layers:
             x_Nd = layer(x_Nd, cos, sin, batch.layout)
-        return self.model.norm(x_Nd)
+        return self.model.norm(last(x_Nd, cos, sin, batch.layout, batch.score_index_M))
+
+    def choose(self, attend: Attend, *, recompute_layers: bool) -> None:
+        """How layers attend (`packed.choose_attention`), and whether the backward computes each layer again from its input, all that is then kept of it."""
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            layer.self_attn.attend, layer.recompute = attend, recompute_layers
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -218,25 +223,3 @@ class Decoder(nn.Module):
             else:
                 scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                 parameter.normal_(0.0, self.config.initializer_range * scale, generator=generator)
-
-
-def _score(hidden_Md: Tensor, head_Vd: Tensor, targets_M: Tensor, inv_temperature: float) -> TokenScores:
-    """Log-probabilities and entropies in chunks of tokens, so that no float32 [M, V] tensor outlives its chunk."""
-    chunk_tokens = max(1, LOGITS_PER_CHUNK // head_Vd.shape[0])
-    if len(targets_M) <= chunk_tokens:
-        logprobs_M, entropy_M = _score_chunk(hidden_Md, head_Vd, targets_M, inv_temperature)
-        return TokenScores(logprobs_M=logprobs_M, entropy_M=entropy_M)
-    parts: list[Any] = [
-        checkpoint(_score_chunk, hidden, head_Vd, targets, inv_temperature, use_reentrant=False)
-        for hidden, targets in zip(hidden_Md.split(chunk_tokens), targets_M.split(chunk_tokens), strict=True)
-    ]
-    return TokenScores(logprobs_M=torch.cat([part[0] for part in parts]), entropy_M=torch.cat([part[1] for part in parts]))
-
-
-def _score_chunk(hidden_Md: Tensor, head_Vd: Tensor, targets_M: Tensor, inv_temperature: float) -> tuple[Tensor, Tensor]:
-    logits_MV = F.linear(hidden_Md, head_Vd).float()
-    log_softmax_MV = F.log_softmax(logits_MV if inv_temperature == 1.0 else logits_MV * inv_temperature, dim=-1)
-    logprobs_M = log_softmax_MV.gather(-1, targets_M[:, None]).squeeze(-1)
-    with torch.no_grad():
-        entropy_M = -(log_softmax_MV.exp() * log_softmax_MV).sum(-1)
-    return logprobs_M, entropy_M

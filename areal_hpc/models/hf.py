@@ -39,15 +39,32 @@ def load_config(folder: str | Path) -> DecoderConfig:
     return DecoderConfig.from_hf(_read_json(Path(folder) / "config.json"))
 
 
-def load_weights(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every weight, one in memory at a time, in the type it was saved in. Raises ConfigError when files are missing or damaged."""
+class SavedTensor:
+    """A tensor in a safetensors file: `shape`, and `[start:stop]` reads those rows (of dimension 0) alone. Valid while its file is open."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._rows = file.get_slice(name)
+        self.shape = tuple(self._rows.get_shape())
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self._rows[rows]
+
+
+def open_weights(folder: str | Path) -> Iterator[tuple[str, SavedTensor]]:
+    """(name, tensor on the disk) of every weight, each valid until the next is taken. Raises ConfigError when files are missing or damaged."""
     for path in _weight_files(Path(folder)):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                    yield name, file.get_tensor(name)
+                    yield name, SavedTensor(file, name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: {error}") from error
+
+
+def load_weights(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every weight, one in memory at a time, in the type it was saved in. Raises ConfigError when files are missing or damaged."""
+    for name, saved in open_weights(folder):
+        yield name, saved[:]
 
 
 def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:

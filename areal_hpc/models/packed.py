@@ -5,17 +5,22 @@ Shapes: N packed input tokens, M scored tokens, P padded tokens (P >= N), H quer
 Linear layers work on [N, d] and never touch padding. Only attention needs a rectangle: sequences are sorted by length and cut into buckets of similar
 length, tokens are gathered into the buckets once per layer, one fused causal attention call runs per bucket, and the result is gathered back. Padding sits
 behind each sequence, where a causal mask hides it from every real token. (A block-diagonal mask over all N tokens costs 4 times as much on a CPU.)
+
+On a GPU a *varlen* kernel reads the packed tokens as they are, told where sequences begin (`starts_S`): flash-attn's where it is installed, else torch's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from areal_hpc.config import ConfigError
 
 BUCKET_RATIO = 1.25  # a bucket's longest sequence is at most this many times its shortest ...
 BUCKET_SLACK_TOKENS = 16  # ... or at most this much longer: one attention call costs as much as a little padding
@@ -42,6 +47,10 @@ class AttentionLayout:
     """int64: packed token at each padded place (padding repeats its sequence's last token)."""
     unpad_index_N: Tensor
     """int64: padded place of each packed token."""
+    starts_S: Tensor
+    """int32 [S + 1]: first packed token of each sequence, and N (the kernels' `cu_seqlens`)."""
+    max_length: int
+    """Tokens of the longest sequence."""
 
     @classmethod
     def build(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> AttentionLayout:
@@ -64,6 +73,8 @@ class AttentionLayout:
             buckets=tuple(buckets),
             pad_index_P=torch.from_numpy(pad_index_P).to(device),
             unpad_index_N=torch.from_numpy(unpad_index_N).to(device),
+            starts_S=torch.from_numpy(np.append(0, np.cumsum(lengths_S)).astype(np.int32)).to(device),
+            max_length=int(lengths_S.max(initial=0)),
         )
 
 
@@ -161,6 +172,10 @@ class _Unpad(torch.autograd.Function):
         return grad_P.index_copy_(0, ctx.layout.unpad_index_N, grad_N), None
 
 
+Attend = Callable[[Tensor, int, AttentionLayout], Tensor]
+"""`causal_attention`, or a function that computes the same."""
+
+
 def causal_attention(qkv_NXD: Tensor, num_query_heads: int, layout: AttentionLayout) -> Tensor:
     """Softmax attention of every token to its own sequence's past, scaled by 1/sqrt(D).
 
@@ -176,3 +191,39 @@ def causal_attention(qkv_NXD: Tensor, num_query_heads: int, layout: AttentionLay
         out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_kv_heads != num_query_heads)
         outputs.append(out_BHLD.transpose(1, 2).reshape(bucket.num_padded, num_query_heads * head_dim))
     return _Unpad.apply(torch.cat(outputs), layout)
+
+
+def varlen_attention(qkv_NXD: Tensor, num_query_heads: int, layout: AttentionLayout) -> Tensor:
+    """`causal_attention` by a varlen kernel: no padding, no copies. On a GPU, in bfloat16 or float16 only (so are the kernels)."""
+    num_kv_heads = (qkv_NXD.shape[1] - num_query_heads) // 2
+    q_NHD, k_NGD, v_NGD = qkv_NXD.split([num_query_heads, num_kv_heads, num_kv_heads], dim=1)
+    return _varlen_kernel()(q_NHD, k_NGD, v_NGD, layout.starts_S, layout.max_length).flatten(1)
+
+
+def _varlen_kernel() -> Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]:
+    """flash-attn's kernel, else torch's. Raises ImportError when there is neither."""
+    try:
+        flash = importlib.import_module("flash_attn").flash_attn_varlen_func
+    except ImportError:
+        varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        return lambda q, k, v, starts, longest: varlen(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1])
+    return lambda q, k, v, starts, longest: flash(q, k, v, starts, starts, longest, longest, causal=True)
+
+
+def choose_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> Attend:
+    """The function for `train.attention`. Raises ConfigError when "varlen" is asked for where it cannot run; "auto" takes it where it can."""
+    if wanted == "buckets":
+        return causal_attention
+    reason = None
+    if device.type != "cuda" or dtype == torch.float32:
+        reason = f"its kernels need a GPU and --model.dtype bfloat16, this rank computes in {str(dtype).removeprefix('torch.')} on {device.type}"
+    else:
+        try:
+            _varlen_kernel()
+        except ImportError as error:
+            reason = f"neither flash-attn nor torch.nn.attention.varlen can be imported ({error})"
+    if reason is None:
+        return varlen_attention
+    if wanted == "varlen":
+        raise ConfigError(f"train.attention=varlen: {reason}; use auto or buckets")
+    return causal_attention

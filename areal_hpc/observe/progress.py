@@ -46,7 +46,7 @@ def step_numbers(row: Mapping[str, Any]) -> str:
         f"stale {row['staleness_mean']:.1f} (max {row['staleness_max']}, bound {bound})",
         f"wait {row['generation_wait_s']:.2f}s train {row['train_s']:.2f}s push {row['push_s']:.2f}s",
     ]
-    lost = [f"{name} {row[name]}" for name in ("failed", "dropped", "masked", "skipped_updates") if row[name]]
+    lost = [f"{name} {row[name]}" for name in ("failed", "dropped", "filtered", "masked", "skipped_updates") if row[name]]
     return "  ".join(parts + lost)
 
 

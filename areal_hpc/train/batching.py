@@ -42,19 +42,26 @@ def pack_microbatches(lengths_S: Sequence[int] | np.ndarray, capacity: int, min_
 
     Longest first, a sequence opens a new micro-batch while there are fewer than `min_count` or none has room; otherwise it joins the one with room
     that holds the fewest sequences (the first of them on a tie). A sequence longer than `capacity` tokens therefore gets a micro-batch of its own.
+    O(S log S).
     """
     members: list[list[int]] = []
     tokens: list[int] = []
+    with_room: list[tuple[int, int]] = []  # heap of (sequences, micro-batch) that have room for the sequence at hand, and so for all later ones until they grow
+    full: list[tuple[int, int]] = []  # heap of (tokens, micro-batch) of the others: a shorter sequence may fit again
     for s in np.argsort(-np.asarray(lengths_S, np.int64), kind="stable"):
         length = int(lengths_S[s])
-        with_room = [m for m, used in enumerate(tokens) if used + length <= capacity]
+        while full and full[0][0] + length <= capacity:
+            m = heapq.heappop(full)[1]
+            heapq.heappush(with_room, (len(members[m]), m))
         if len(members) < min_count or not with_room:
+            m = len(members)
             members.append([int(s)])
             tokens.append(length)
         else:
-            m = min(with_room, key=lambda m: len(members[m]))
+            m = heapq.heappop(with_room)[1]
             members[m].append(int(s))
             tokens[m] += length
+        heapq.heappush(full, (tokens[m], m))
     return members
 
 
@@ -150,9 +157,12 @@ def plan_batch(
 
 
 def _pack_equally(lengths_by_rank: list[np.ndarray], capacity: int, min_count: int) -> list[list[list[int]]]:
-    """Algorithm 1 on every rank, repacked with a larger minimum until all ranks agree (or a rank has each sequence alone)."""
+    """Algorithm 1 on every rank; ranks with fewer micro-batches than the busiest are repacked with a larger minimum until all agree (or have each sequence alone)."""
+    packed = [pack_microbatches(lengths, capacity, min_count) for lengths in lengths_by_rank]
     while True:
-        packed = [pack_microbatches(lengths, capacity, min_count) for lengths in lengths_by_rank]
-        if max(map(len, packed)) <= min_count:
+        busiest = max(map(len, packed))
+        fewer = [rank for rank, microbatches in enumerate(packed) if len(microbatches) < min(busiest, len(lengths_by_rank[rank]))]
+        if not fewer:
             return packed
-        min_count = max(map(len, packed))  # a higher minimum can itself need one more: the fewest-sequences rule spreads long ones
+        for rank in fewer:  # a higher minimum can itself need one more than that: the fewest-sequences rule spreads long ones
+            packed[rank] = pack_microbatches(lengths_by_rank[rank], capacity, busiest)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from areal_hpc.config import ConfigError
 from areal_hpc.models import hf
 from areal_hpc.models.decoder_config import DecoderConfig
+from areal_hpc.train.sharding import Rows
 from areal_hpc.train.trainer import Trainer
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # a single rank needs none
@@ -76,6 +77,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def is_checkpoint(folder: Path) -> bool:
     """Whether the folder holds a complete checkpoint (rather than a Hugging Face model, or nothing)."""
     return (folder / META_FILE).is_file()
+
+
+def open_weights_of(path: Path) -> Iterator[tuple[str, Rows]]:
+    """(name, tensor of which rows can be read) of every weight: of a Hugging Face folder no more than those rows is read. Raises as `load_weights_from`."""
+    return load_weights_from(path) if is_checkpoint(path) else hf.open_weights(path)
 
 
 def load_weights_from(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -136,4 +136,5 @@ def _local_batch(plan: Plan, found: dict[tuple[int, int], Trajectory], role_rank
         microbatch_S=plan.microbatch_S[mine],
         num_microbatches=plan.num_microbatches,
         trained_tokens=plan.trained_tokens,
+        denominators=plan.denominators,
     )

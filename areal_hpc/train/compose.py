@@ -1,4 +1,9 @@
-"""Training rank 0's part: from arrivals to the plan of a global batch (which trajectories, which weights and advantages, which rank, which micro-batch)."""
+"""Training rank 0's part: from arrivals to the plan of a global batch (which trajectories, which weights and advantages, which rank, which micro-batch).
+
+A group that arrives may be closed at once instead of waiting for a batch: *failed*, no answer was graded; *filtered*, fewer than `min_group_size` answers are left
+to train, or (dynamic sampling, DAPO, arXiv 2503.14476) their rewards are all equal, so that it would teach nothing. Either raises the ticket limit: another ticket
+starts in its place. Should nearly everything be filtered, the run ends with an error instead of generating for ever.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areal_hpc.config import Config
+from areal_hpc.objectives import Settings, denominator, overlong, settings
 from areal_hpc.staleness import Ledger, age
-from areal_hpc.train.advantages import advantages
+from areal_hpc.train.advantages import advantages, has_contrast, overlong_penalty
 from areal_hpc.train.batching import plan_batch
 from areal_hpc.train.collect import Arrival
 from areal_hpc.transport.trajectory import GRADED
@@ -32,11 +38,17 @@ class Plan:
     microbatch_S: np.ndarray
     advantage_S: np.ndarray
     weight_S: np.ndarray
-    """0 masks a trajectory: not graded, or (mode `mask`) older than eta."""
+    """0 masks a trajectory: not graded, or (staleness mode `mask`) older than eta, or (train.truncated `mask`) at the length limit."""
     age_S: np.ndarray
     num_microbatches: list[int]
     trained_tokens: list[int]
-    """Answer tokens with weight > 0 in each mini-batch, over all ranks: the loss is their mean."""
+    """Answer tokens with weight > 0 in each mini-batch, over all ranks."""
+    denominators: list[int]
+    """What the summed loss of each mini-batch is divided by (`objectives.denominator`)."""
+    num_penalised: int
+    """Trained trajectories that got reward.wrong for reaching the length limit."""
+    num_overlong: int
+    """Trained trajectories whose reward the overlong buffer lowered."""
 
 
 @dataclass(slots=True)
@@ -49,30 +61,93 @@ class Composer:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     num_arrived: int = 0
     rejected: list[Arrival] = field(default_factory=list)
-    """Groups closed without training since they were last taken (for the log)."""
+    """Groups closed without training that the ranks which hold them have yet to hear of, with the next plan."""
+    _unlogged: list[tuple[Arrival, str]] = field(default_factory=list)
+    """Groups closed without training, each with its reason (failed, filtered, stale), until the log takes them."""
+    _num_announced: int = 0
+    """The first of `rejected` went out with the last plan."""
+    _settings: Settings = field(init=False)
+    _num_filtered_in_a_row: int = 0
+    """Groups filtered since the last batch."""
 
     def __post_init__(self) -> None:
         staleness = self.config.staleness
+        self._settings = settings(self.config.train)
         self.ledger = Ledger(staleness.eta, staleness.mode, self.config.groups_per_batch)
 
     def arrive(self, arrival: Arrival) -> None:
-        """A group came out of the ring. One without a single graded answer is closed as failed."""
+        """A group came out of the ring; one that cannot train is closed. Raises RuntimeError when too many were filtered out since the last batch."""
         self.num_arrived += 1
         self.arrivals[arrival.ticket] = arrival
         self.ledger.arrive(arrival.ticket, arrival.start_version)
-        if not np.isin(arrival.table["status"], GRADED_VALUES).any():
-            self.ledger.reject(arrival.ticket, "failed")
-            self.rejected.append(self.arrivals.pop(arrival.ticket))
+        reason = self._unfit(arrival.table)
+        if reason is not None:
+            self.ledger.reject(arrival.ticket, reason)
+            self._close(arrival.ticket, reason)
+            self._num_filtered_in_a_row += reason == "filtered"
+            self._check_filtered()
 
     def compose(self) -> tuple[Plan, list[Arrival]] | None:
-        """The next batch and its groups, or None while it cannot be composed."""
+        """The next batch and its groups, or None while it cannot be composed. With a batch, `rejected` is everything to be dropped since the one before."""
+        del self.rejected[: self._num_announced]
+        self._num_announced = 0
         tickets = self.ledger.compose()
-        stale = [ticket for ticket in self.arrivals if ticket in self.ledger.closed and (tickets is None or ticket not in tickets)]
-        self.rejected += [self.arrivals.pop(ticket) for ticket in stale]
+        for ticket in [ticket for ticket in self.arrivals if ticket in self.ledger.closed and (tickets is None or ticket not in tickets)]:
+            self._close(ticket, "stale")
         if tickets is None:
             return None
+        self._num_filtered_in_a_row = 0
+        self._num_announced = len(self.rejected)
         groups = [self.arrivals.pop(ticket) for ticket in tickets]
         return self._plan(groups), groups
+
+    def take_rejected(self) -> list[tuple[Arrival, str]]:
+        """Groups closed without training since the last call, each with the reason."""
+        taken, self._unlogged = self._unlogged, []
+        return taken
+
+    def _close(self, ticket: int, reason: str) -> None:
+        arrival = self.arrivals.pop(ticket)
+        self.rejected.append(arrival)
+        self._unlogged.append((arrival, reason))
+
+    def _unfit(self, table: np.ndarray) -> str | None:
+        """Why a group with this sample table cannot train: failed, filtered; None if it can."""
+        if not np.isin(table["status"], GRADED_VALUES).any():
+            return "failed"
+        trains_S = self._trains(table)
+        if trains_S.sum() < self.config.train.min_group_size:
+            return "filtered"
+        if self._settings.dynamic_sampling == "refill" and not has_contrast(self._rewards(table), np.zeros(len(table), np.int64), trains_S).any():
+            return "filtered"
+        return None
+
+    def _check_filtered(self) -> None:
+        limit = self._settings.max_filtered
+        if limit is not None and self._num_filtered_in_a_row > limit * self.config.groups_per_batch:
+            train = self.config.train
+            raise RuntimeError(
+                f"{self._num_filtered_in_a_row} groups in a row were filtered out since the last batch (rewards all equal, or fewer than "
+                f"train.min_group_size={train.min_group_size} answers left to train; train.truncated={train.truncated}): more than train.max_filtered={limit} "
+                f"batches of {self.config.groups_per_batch}; "
+                "use problems that the model solves now and then, or --train.dynamic-sampling none"
+            )
+
+    def _at_limit(self, table: np.ndarray) -> np.ndarray:
+        """bool [S]: answers that reached the length limit."""
+        return table["num_tokens"] >= self.config.generation.max_new_tokens
+
+    def _trains(self, table: np.ndarray) -> np.ndarray:
+        """bool [S]: answers that train as far as their grade and length go."""
+        graded_S = np.isin(table["status"], GRADED_VALUES)
+        return graded_S & ~self._at_limit(table) if self.config.train.truncated == "mask" else graded_S
+
+    def _rewards(self, table: np.ndarray) -> np.ndarray:
+        """float64 [S]: rewards as graded, or reward.wrong for answers at the length limit (`train.truncated` penalise)."""
+        reward_S = table["reward"].astype(np.float64)
+        if self.config.train.truncated == "penalise":
+            reward_S[self._at_limit(table)] = self.config.reward.wrong
+        return reward_S
 
     def _plan(self, groups: list[Arrival]) -> Plan:
         train, version = self.config.train, self.ledger.policy_version
@@ -80,7 +155,7 @@ class Composer:
         group_S = np.repeat(np.arange(len(groups)), [len(group.table) for group in groups])
         prompt_S = np.array([group.prompt_tokens for group in groups])[group_S]
         age_S = np.array([age(version, int(start)) for start in table["version_min"]])
-        weight_S = np.isin(table["status"], GRADED_VALUES).astype(np.float32)
+        weight_S = self._trains(table).astype(np.float32)
         if self.config.staleness.mode == "mask":
             weight_S[age_S > self.config.staleness.eta] = 0.0
         lengths_S = prompt_S + table["num_tokens"]
@@ -92,7 +167,12 @@ class Composer:
             capacity_tokens=train.microbatch_tokens,
             min_microbatches=train.min_microbatches,
         )
-        trained = [int(table["num_tokens"][(plan.minibatch_S == m) & (weight_S > 0)].sum()) for m in range(train.num_minibatches)]
+        trained_S = weight_S > 0
+        tokens_M = np.bincount(plan.minibatch_S[trained_S], table["num_tokens"][trained_S], train.num_minibatches).astype(int).tolist()
+        answers_M = np.bincount(plan.minibatch_S[trained_S], minlength=train.num_minibatches).tolist()
+        max_new_tokens = self.config.generation.max_new_tokens
+        penalty_S = overlong_penalty(table["num_tokens"], max_new_tokens, *overlong(self.config))
+        penalised_S = trained_S & self._at_limit(table) & (train.truncated == "penalise")
         return Plan(
             policy_version=version,
             ticket_S=np.array([group.ticket for group in groups])[group_S],
@@ -101,9 +181,12 @@ class Composer:
             rank_S=plan.rank_S,
             minibatch_S=plan.minibatch_S,
             microbatch_S=plan.microbatch_S,
-            advantage_S=advantages(table["reward"].astype(np.float64), group_S, weight_S > 0, train.advantage),
+            advantage_S=advantages(self._rewards(table) - penalty_S, group_S, trained_S, self._settings.advantage),
             weight_S=weight_S,
             age_S=age_S,
             num_microbatches=[int(count) for count in plan.num_microbatches_M],
-            trained_tokens=trained,
+            trained_tokens=tokens_M,
+            denominators=[denominator(self._settings.aggregation, t, a, max_new_tokens) for t, a in zip(tokens_M, answers_M, strict=True)],
+            num_penalised=int(penalised_S.sum()),
+            num_overlong=int((trained_S & (penalty_S > 0)).sum()),
         )

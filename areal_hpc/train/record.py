@@ -5,6 +5,7 @@ The row of a step is written when its push has settled, since confirmation and p
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ from areal_hpc.observe.timeline import Phases
 from areal_hpc.topology import World
 from areal_hpc.train.collect import Arrival
 from areal_hpc.train.compose import Composer, Plan
+from areal_hpc.train.diagnostics import BatchStats
 from areal_hpc.train.publish import Push
-from areal_hpc.train.trainer import BatchStats
 from areal_hpc.transport.evaluation import Evaluation
 from areal_hpc.transport.messages import Message
 from areal_hpc.transport.trajectory import GRADED, Status
@@ -47,6 +48,7 @@ class Recorder:
     """Row of the latest step, without what its push still has to tell."""
     _seconds: dict[str, float] = field(default_factory=dict)
     _step_began_at: float = 0.0
+    _gap_is_high: bool = False
 
     def begin(self) -> None:
         """Training begins now."""
@@ -62,17 +64,18 @@ class Recorder:
         graded = np.isin(table["status"], GRADED_VALUES)
         trained = plan.weight_S > 0
         ages = plan.age_S[trained] if trained.any() else np.zeros(1, int)
-        rejected, composer.rejected = composer.rejected, []
-        outcomes = self._trajectories(step, plan, groups, rejected, table)
+        outcomes = self._trajectories(step, plan, groups, composer.take_rejected(), table)
         ledger, eta = composer.ledger, self.config.staleness.eta
         spent = self._phase_seconds()
+        wall_s, train_s = now - self._step_began_at, spent["train"] + spent["prox"]
+        self._watch_gap(step, stats)
         self._step = {
             "step": step,
             "policy_version": plan.policy_version + 1,
-            "wall_s": now - self._step_began_at,
+            "wall_s": wall_s,
             "tokens": tokens,
             "trajectories": len(table),
-            "tokens_per_s": tokens / (now - self._step_began_at),
+            "tokens_per_s": tokens / wall_s,
             "reward_mean": float(table["reward"][graded].mean()),
             "accuracy": float((table["status"][graded] == int(Status.RIGHT)).mean()),
             "staleness_max": int(ages.max()),
@@ -80,7 +83,7 @@ class Recorder:
             "staleness_bound": -1 if eta == float("inf") else int(eta),
             "generation_wait_s": spent["wait_data"],
             "collect_s": spent["collect"],
-            "train_s": spent["train"] + spent["prox"],
+            "train_s": train_s,
             "loss": stats.loss,
             "entropy": stats.entropy,
             "grad_norm": stats.grad_norm,
@@ -90,13 +93,23 @@ class Recorder:
             "behav_ratio_mean": stats.prox_behav_mean,
             "behav_ratio_max": stats.prox_behav_max,
             "clipped_share": stats.clipped_share,
+            "behav_cut_share": stats.cut_share,
             "kl_behav": stats.kl_behav,
+            "kl_reference": stats.kl_ref,
+            "effective_share": stats.effective_share,
             "logprob_gap": stats.logprob_gap,
             "truncated_share": float((table["status"] == int(Status.TRUNCATED)).mean()),
             "failed": outcomes["failed"],
             "dropped": outcomes["dropped"],
+            "filtered": outcomes["filtered"],
             "masked": outcomes["masked"],
+            "penalised": plan.num_penalised,
+            "overlong": plan.num_overlong,
             "skipped_updates": stats.num_skipped,
+            "trained_tokens": stats.train_tokens,
+            "trained_tokens_per_s": stats.train_tokens / wall_s,
+            "mfu": stats.model_flops / (train_s * stats.peak_flops) if train_s > 0 else float("nan"),
+            "peak_memory_bytes": stats.peak_memory_bytes,
             "answer_tokens_mean": float(table["num_tokens"].mean()),
             "closed_tickets": len(ledger.closed),
             "submitted_limit": -1 if eta == float("inf") else ledger.limit,
@@ -104,6 +117,17 @@ class Recorder:
             "end_s": now,
         }
         self._step_began_at = now
+
+    def _watch_gap(self, step: int, stats: BatchStats) -> None:
+        """Say, once per crossing, that engine and trainer disagree on the log-probabilities of one and the same version."""
+        limit, gap = self.config.train.logprob_alarm, stats.logprob_gap
+        if limit == 0 or math.isnan(gap) or (gap > limit) == self._gap_is_high:
+            return
+        self._gap_is_high = gap > limit
+        text = f"step {step}: engine and trainer differ by {gap:.3g} nats per token of the same version ({stats.num_gap_tokens} tokens), "
+        text += f"above train.logprob_alarm={limit:g}" if self._gap_is_high else f"no longer above train.logprob_alarm={limit:g}"
+        self.log.event(self.world.world_rank, "logprob_alarm" if self._gap_is_high else "logprob_alarm_over", text)
+        self.progress.message(f"warning: {text}" if self._gap_is_high else text)
 
     def _phase_seconds(self) -> dict[str, float]:
         """Seconds in each phase since the last call; the intervals themselves go to the log."""
@@ -125,7 +149,7 @@ class Recorder:
         self.log.append("ranks", now | {"tokens": self.tokens_trained})
         self.log.flush()
 
-    def _trajectories(self, step: int, plan: Plan, groups: list[Arrival], rejected: list[Arrival], table: np.ndarray) -> Counter[str]:
+    def _trajectories(self, step: int, plan: Plan, groups: list[Arrival], rejected: list[tuple[Arrival, str]], table: np.ndarray) -> Counter[str]:
         """Rows of /trajectories for the batch and for what was closed without training; returns the number of each outcome."""
         rows = [self._row(step, group, sample, plan.policy_version) for group in groups for sample in group.table]
         for k, row in enumerate(rows):
@@ -133,13 +157,18 @@ class Recorder:
             graded = int(table["status"][k]) in GRADED_VALUES
             row["outcome"] = OUTCOMES.index("trained" if not masked else "masked" if graded else "failed")
             row["advantage"] = float(plan.advantage_S[k]) if not masked else float("nan")
-        for group in rejected:
-            for sample in group.table:
-                row = self._row(step, group, sample, plan.policy_version)
-                row["outcome"] = OUTCOMES.index("dropped" if int(sample["status"]) in GRADED_VALUES else "failed")
-                rows.append(row | {"advantage": float("nan")})
+        rows += self._rejected_rows(step, plan.policy_version, rejected)
         self.log.append("trajectories", rows)
         return Counter(OUTCOMES[row["outcome"]] for row in rows)
+
+    def _rejected_rows(self, step: int, version: int, rejected: list[tuple[Arrival, str]]) -> list[dict[str, Any]]:
+        rows = []
+        for group, reason in rejected:
+            for sample in group.table:
+                graded = int(sample["status"]) in GRADED_VALUES
+                outcome = OUTCOMES.index("failed" if not graded else "filtered" if reason == "filtered" else "dropped")
+                rows.append(self._row(step, group, sample, version) | {"outcome": outcome, "advantage": float("nan")})
+        return rows
 
     def _row(self, step: int, group: Arrival, sample: np.void, version: int) -> dict[str, Any]:
         return {
@@ -201,6 +230,7 @@ class Recorder:
             "admitted": total["admitted_groups"],
             "trained": closed["trained"],
             "dropped": closed["stale"],
+            "filtered": closed["filtered"],
             "failed": closed["failed"],
             "waiting": len(ledger.waiting),
             "in_ring": total["pushed_groups"] - composer.num_arrived,
@@ -212,5 +242,7 @@ class Recorder:
             or composer.num_arrived != len(ledger.closed) + len(ledger.waiting)
         ):
             raise RuntimeError(f"groups do not add up: {found}, {composer.num_arrived} arrived")
+        version = ledger.policy_version
+        self.log.append("trajectories", self._rejected_rows(version, version, composer.take_rejected()))  # closed after the last step
         self.log.event(self.world.world_rank, "accounting", " ".join(f"{name}={count}" for name, count in found.items()))
         return found

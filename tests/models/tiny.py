@@ -30,9 +30,34 @@ SHAPE: dict[str, Any] = {
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2-untied": {"model_type": "qwen2", "tie_word_embeddings": False},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2.5-7-to-1": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": False,
+        "hidden_size": 56,
+        "head_dim": 8,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+    },
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3-untied": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 24, "num_attention_heads": 8, "num_key_value_heads": 2},
     "llama3-rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5},
+    "llama3.2-tied": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE | {"factor": 32.0}, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+    "llama-no-groups": {"model_type": "llama", "num_key_value_heads": 4},
+    # as SmolLM2's: Llama with tied embeddings, heads in threes, rotary base 1e5
+    "smollm2": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "hidden_size": 72,
+        "head_dim": 8,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.041666666666666664,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
     "mistral": {"model_type": "mistral", "sliding_window": None, "num_attention_heads": 6, "num_key_value_heads": 1},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 200, "tie_word_embeddings": True},
 }
 
 

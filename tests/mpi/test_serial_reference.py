@@ -77,7 +77,7 @@ def optimise(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: li
     total, count = torch.zeros(()), sum(len(answer) for _, _, answer, _, _ in batch)
     for (_, prompt, answer, behav, _), advantage, prox_R in zip(batch, advantages, prox, strict=True):
         ratio = torch.exp(answer_logprobs(model, prompt, answer, config) - prox_R)
-        clipped = ratio.clamp(1 - config.train.clip_eps, 1 + config.train.clip_eps)
+        clipped = ratio.clamp(0.8, 1.2)  # the default objective's published range
         weight = torch.exp(prox_R - torch.tensor(behav, dtype=torch.float32))
         total = total - (weight * torch.minimum(ratio * advantage, clipped * advantage)).sum()
     optimizer.zero_grad()

@@ -14,7 +14,7 @@ from areal_hpc.observe.progress import MAX_LINES, Progress, si
 
 ROW = {
     **{"step": 12, "reward_mean": 1.234, "accuracy": 0.614, "tokens_per_s": 12345.0, "staleness_mean": 1.21, "staleness_max": 3, "staleness_bound": 4},
-    **{"generation_wait_s": 0.21, "train_s": 0.8, "push_s": 0.02, "failed": 0, "dropped": 0, "masked": 0, "skipped_updates": 0},
+    **{"generation_wait_s": 0.21, "train_s": 0.8, "push_s": 0.02, "failed": 0, "dropped": 0, "filtered": 0, "masked": 0, "skipped_updates": 0},
 }
 
 

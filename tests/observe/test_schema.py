@@ -56,7 +56,7 @@ def test_numbers_of_enumerations_never_move() -> None:
     )
     assert schema.PHASES[: len(first)] == first
     assert schema.ROLES == ("generation", "training")
-    assert schema.OUTCOMES == ("trained", "dropped", "failed", "masked")
+    assert schema.OUTCOMES == ("trained", "dropped", "failed", "masked", "filtered")
     assert all(schema.STATUSES[status] == status.name.lower() for status in Status)
 
 

@@ -6,6 +6,7 @@ import torch
 from areal_hpc import config
 from areal_hpc.models import hf
 from areal_hpc.models.decoder import DecoderConfig
+from areal_hpc.objectives import denominator
 from areal_hpc.train.batching import plan_batch
 from areal_hpc.train.trainer import LocalBatch, Trainer
 from areal_hpc.transport.trajectory import Status, Trajectory
@@ -49,10 +50,22 @@ def trajectories(seed: int, num: int = 12, group_size: int = 3) -> list[Trajecto
     return result
 
 
+MAX_NEW_TOKENS = 30
+
+
 def local_batch(
-    trajs: list[Trajectory], *, num_ranks: int = 1, role_rank: int = 0, num_minibatches: int = 1, capacity: int = 64, min_microbatches: int = 1, masked=()
+    trajs: list[Trajectory],
+    *,
+    num_ranks: int = 1,
+    role_rank: int = 0,
+    num_minibatches: int = 1,
+    capacity: int = 64,
+    min_microbatches: int = 1,
+    masked=(),
+    aggregation: str = "token",
+    shuffle: int | None = None,
 ) -> LocalBatch:
-    """What training rank `role_rank` gets of a global batch whose advantages depend on the trajectories alone."""
+    """What training rank `role_rank` gets of a global batch whose advantages depend on the trajectories alone. `shuffle`: seed of another packing order."""
     advantage_S = np.random.default_rng(7).normal(size=len(trajs))
     weight_S = np.array([float(s not in masked) for s in range(len(trajs))])
     plan = plan_batch(
@@ -65,6 +78,10 @@ def local_batch(
     )
     tokens_S = np.array([len(t.tokens_R) for t in trajs])
     mine = np.flatnonzero(plan.rank_S == role_rank)
+    if shuffle is not None:
+        mine = np.random.default_rng(shuffle).permutation(mine)
+    trained_S = [(plan.minibatch_S == m) & (weight_S > 0) for m in range(num_minibatches)]
+    trained_tokens = [int(tokens_S[trained].sum()) for trained in trained_S]
     return LocalBatch(
         trajectories=[trajs[s] for s in mine],
         advantage_S=advantage_S[mine],
@@ -72,7 +89,8 @@ def local_batch(
         minibatch_S=plan.minibatch_S[mine],
         microbatch_S=plan.microbatch_S[mine],
         num_microbatches=plan.num_microbatches_M.tolist(),
-        trained_tokens=[int(tokens_S[(plan.minibatch_S == m) & (weight_S > 0)].sum()) for m in range(num_minibatches)],
+        trained_tokens=trained_tokens,
+        denominators=[denominator(aggregation, tokens, int(trained.sum()), MAX_NEW_TOKENS) for tokens, trained in zip(trained_tokens, trained_S, strict=True)],
     )
 
 

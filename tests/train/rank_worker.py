@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from areal_hpc.train import checkpoint
 
+from . import reference
 from .cases import TINY, local_batch, tiny_trainer, trajectories
 
 NUM_STEPS = 3
@@ -27,6 +28,30 @@ def batches(num_ranks: int, role_rank: int):
     yield local_batch(trajectories(8, num=6), num_ranks=num_ranks, role_rank=role_rank, capacity=1, masked=(0, 1, 2))
 
 
+def objective_steps(mesh, num_ranks: int, role_rank: int) -> dict:
+    """Case -> (stats of a step, this rank's rows after it), for every case of reference.py; each rank count cuts and orders in its own way.
+
+    Two mini-batches where pi_prox is then another policy than pi_theta. Rows instead of whole parameters: gathering them would take as long as the steps.
+    """
+    found = {}
+    for name, options in reference.CASES.items():
+        trainer = tiny_trainer(mesh, **OPTIONS, **options)
+        trainer.policy_version = 2  # the newest that sampled a token
+        chosen = trainer.settings
+        batch = local_batch(
+            trajectories(4),
+            num_ranks=num_ranks,
+            role_rank=role_rank,
+            num_minibatches=2 if chosen.old_policy == "prox" else 1,
+            capacity=40 + 20 * num_ranks,
+            masked=(1, 5),
+            aggregation=chosen.aggregation,
+            shuffle=num_ranks,
+        )
+        found[name] = (trainer.train_batch(batch), {shard.name: shard.local.clone() for shard in trainer.named_shards()})
+    return found
+
+
 def whole(trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.full_state()}
 
@@ -37,6 +62,7 @@ def train_one_rank(role_rank: int, num_ranks: int, folder: Path) -> None:
     trainer = tiny_trainer(mesh, **OPTIONS)
     assert trainer.model.mesh is not None, "sharded"
     result = {"stats": [trainer.train_batch(batch) for batch in batches(num_ranks, role_rank)], "full": whole(trainer)}
+    result["objectives"] = objective_steps(mesh, num_ranks, role_rank)
     result["shards"] = [(shard.name, shard.shape, shard.row_start, shard.local.clone()) for shard in trainer.named_shards()]
     result["bfloat16"] = tiny_trainer(mesh, torch.bfloat16, **OPTIONS).train_batch(next(batches(num_ranks, role_rank)))
     checkpoint.save_checkpoint(folder / "step", trainer, {"policy_version": NUM_STEPS})

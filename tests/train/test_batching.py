@@ -43,7 +43,7 @@ def test_fill_of_the_papers_workload():
     assert np.mean(counts) / np.mean(bounds) < 1.03
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 16])
+@pytest.mark.parametrize("num_ranks", [2, 3, 16, 128])
 def test_ranks_are_balanced_on_log_normal_lengths(num_ranks):
     rng = np.random.default_rng(num_ranks)
     for _ in range(5):
