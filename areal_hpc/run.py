@@ -17,6 +17,7 @@ from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import save_yaml
 from areal_hpc.data.datasets import Problems, load_problems
 from areal_hpc.models import hf
+from areal_hpc.models.flops import attention_crossover_tokens
 from areal_hpc.models.tokenizer import Tokenizer
 from areal_hpc.observe.progress import Progress
 from areal_hpc.observe.telemetry import Log, hardware
@@ -26,7 +27,7 @@ from areal_hpc.rollout.engines import create_engine
 from areal_hpc.rollout.worker import RolloutWorker
 from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
-from areal_hpc.train.checkpoint import load_weights_from, save_checkpoint, save_model
+from areal_hpc.train.checkpoint import open_weights_of, save_checkpoint, save_model
 from areal_hpc.train.collect import Collector
 from areal_hpc.train.compose import Composer
 from areal_hpc.train.loop import Head, TrainingRank, end_run, training_loop
@@ -130,7 +131,8 @@ def generate(config: Config, world: World, connection: groups.Connection, proble
     tokenizer = Tokenizer.from_folder(model_dir)
     engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
     lane = open_outgoing(config, world)
-    manifest = Manifest.of(((name, tensor.shape) for name, tensor in engine.named_weights()), wire_dtype(config), world.num_training)
+    shapes = ((name, tensor.shape) for name, tensor in engine.named_weights())
+    manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
     manifest.agree(world.comm)
     network = Network(world, connection, config.transport.bucket_bytes)
     worker = RolloutWorker(
@@ -164,9 +166,10 @@ def train(
     decoder_config = hf.load_config(model_dir)
     mesh = groups.training_mesh(world, connection.device)
     trainer = Trainer(decoder_config, config.train, temperature=config.generation.temperature, device=connection.device, mesh=mesh, dtype=wire_dtype(config))
-    trainer.load(load_weights_from(model_dir))
+    trainer.load(open_weights_of(model_dir))
     lanes = open_incoming(config, world)
-    manifest = Manifest.of(((shard.name, shard.shape) for shard in trainer.named_shards()), wire_dtype(config), world.num_training)
+    shapes = ((shard.name, shard.shape) for shard in trainer.named_shards())
+    manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
     manifest.agree(world.comm)
     network = Network(world, connection, config.transport.bucket_bytes)
     mailbox = Mailbox(world.control)
@@ -174,7 +177,8 @@ def train(
     publisher = Publisher(world, mailbox, sender, phases, config.transport.push_deadline_s)
     held = UNBOUNDED_HELD if config.staleness.max_staleness != "inf" else 2 * config.groups_per_batch
     collector = Collector(world.role_rank, lanes, max_held=held)
-    head = open_head(config, world, mailbox, publisher, attempt_dir, phases, problems, stop) if world.is_first_trainer else None
+    composer = Composer(config, world.num_training, attention_crossover_tokens(decoder_config))
+    head = open_head(config, world, mailbox, publisher, composer, attempt_dir, phases, problems, stop) if world.is_first_trainer else None
     rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, head)
     tokenizer_files = hf.tokenizer_files(model_dir)
 
@@ -202,9 +206,17 @@ def train(
 
 
 def open_head(
-    config: Config, world: World, mailbox: Mailbox, publisher: Publisher, attempt_dir: Path, phases: Phases, problems: Problems, stop: StopFlag
+    config: Config,
+    world: World,
+    mailbox: Mailbox,
+    publisher: Publisher,
+    composer: Composer,
+    attempt_dir: Path,
+    phases: Phases,
+    problems: Problems,
+    stop: StopFlag,
 ) -> Head:
-    """The log, the progress display and the composer of training rank 0."""
+    """The log and the progress display of training rank 0."""
     save_yaml(config, attempt_dir / "config.yaml")
     attributes = {
         "config": (attempt_dir / "config.yaml").read_text(),
@@ -216,7 +228,6 @@ def open_head(
     log = Log.create(attempt_dir / "log.h5", attributes, clock=time.monotonic)
     mode = os.environ.get("AREAL_HPC_PROGRESS", "lines")
     progress = Progress(config.train.num_steps, "live" if mode == "live" else "none" if mode == "none" else "lines")
-    composer = Composer(config, world.num_training)
     recorder = Recorder(config, world, log, progress, phases)
     progress.message(f"{world.num_generation} generation + {world.num_training} training ranks")
     repeated = f", {problems.num_duplicates} repeated questions left out" if problems.num_duplicates else ""

@@ -57,6 +57,8 @@ class Composer:
 
     config: Config
     num_training: int
+    crossover_tokens: float = 12 * 1024
+    """Length at which attention costs as much as the matrices (`models.flops.attention_crossover_tokens`); for the balance over ranks."""
     ledger: Ledger = field(init=False)
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     num_arrived: int = 0
@@ -166,6 +168,7 @@ class Composer:
             num_minibatches=train.num_minibatches,
             capacity_tokens=train.microbatch_tokens,
             min_microbatches=train.min_microbatches,
+            crossover_tokens=self.crossover_tokens,
         )
         trained_S = weight_S > 0
         tokens_M = np.bincount(plan.minibatch_S[trained_S], table["num_tokens"][trained_S], train.num_minibatches).astype(int).tolist()

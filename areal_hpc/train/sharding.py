@@ -6,7 +6,7 @@ the sharded parameters: optimiser, clipping and weight push work on those, which
 
 With `train.replicas` = R > 1 the mesh has two dimensions (HSDP): each of R replicas is cut over T/R ranks, training rank t = replica * T/R + shard; gradients are
 reduced over the shards, then over the replicas. For the weight push each rank hands out a part of its own, chunk `replica` of R of the rows of its shard: every
-row once, from all ranks (`push_rows`).
+row once, from all ranks (`transport.weights.shard_rows`).
 
 A single rank in float32 is not wrapped at all: there is nothing to shard, and FSDP's hooks and copies cost 7 to 12 % of forward and backward on a model of
 that size with 1,300 to 2,800 tokens in a micro-batch, 44 % with 280. Names, shapes and results are the same either way, so nothing above this file knows.
@@ -31,6 +31,7 @@ from areal_hpc.config import ConfigError, Train
 from areal_hpc.models import hf
 from areal_hpc.models.decoder import Decoder, DecoderConfig
 from areal_hpc.models.packed import choose_attention
+from areal_hpc.transport.weights import shard_rows
 
 # Decoder's outputs are views, and nobody changes them in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
@@ -128,7 +129,7 @@ class ShardedDecoder:
         result = []
         for name, local in self.local.items():
             shape = tuple(self.parameters[name].shape)
-            start, num_rows = push_rows(shape[0], self.num_shards, self.num_replicas, self.role_rank)
+            start, num_rows = shard_rows(shape[0], self.num_ranks, self.role_rank, self.num_replicas)
             offset = start - self.row_start(name) if num_rows else 0
             result.append(Shard(name, shape, start, local.detach()[offset : offset + num_rows]))
         return result
@@ -198,20 +199,6 @@ class ShardedDecoder:
         if self.num_ranks > 1:
             dist.all_reduce(value, op=op, group=self.group)
         return value
-
-
-def push_rows(num_rows: int, num_shards: int, num_replicas: int, role_rank: int) -> tuple[int, int]:
-    """(first row, number of rows) that a training rank pushes: its shard's rows cut once more over the replicas, both as torch cuts dimension 0."""
-    replica, shard = divmod(role_rank, num_shards)
-    start, stop = _chunk(0, num_rows, num_shards, shard)
-    start, stop = _chunk(start, stop, num_replicas, replica)
-    return start, stop - start
-
-
-def _chunk(start: int, stop: int, num: int, k: int) -> tuple[int, int]:
-    """Chunk k of `torch.arange(start, stop).chunk(num)`, empty behind the last."""
-    size = -(-(stop - start) // num)
-    return min(start + k * size, stop), min(start + (k + 1) * size, stop)
 
 
 def _shard(decoder: Decoder, mesh: DeviceMesh, dtype: torch.dtype, offload: OffloadPolicy, *, stays_gathered: bool) -> None:

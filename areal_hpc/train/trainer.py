@@ -31,7 +31,7 @@ from areal_hpc.objectives import settings
 from areal_hpc.train import loss
 from areal_hpc.train.diagnostics import BatchStats, Tally, token_sums
 from areal_hpc.train.schedule import learning_rate
-from areal_hpc.train.sharding import Shard, ShardedDecoder
+from areal_hpc.train.sharding import Rows, Shard, ShardedDecoder
 from areal_hpc.train.utilisation import peak_flops, peak_memory_bytes
 from areal_hpc.transport.trajectory import Trajectory
 
@@ -99,8 +99,8 @@ class Trainer:
     def decoder_config(self) -> DecoderConfig:
         return self.model.config
 
-    def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take this rank's rows of whole tensors (`hf.load_weights`, `checkpoint.load_weights_from`): version 0, and the reference model unless it has a path."""
+    def load(self, named_tensors: Iterable[tuple[str, Rows]]) -> None:
+        """Take this rank's rows of every tensor (`checkpoint.open_weights_of`): version 0, and the reference model unless it has a path."""
         self.model.load(named_tensors)
         if self.reference is not None:
             self._load_reference(self.reference)
@@ -109,9 +109,9 @@ class Trainer:
     def _load_reference(self, reference: ShardedDecoder) -> None:
         """Raises ConfigError when `reference_path` holds another model than the policy's."""
         if self.train.reference_path:
-            from areal_hpc.train.checkpoint import load_weights_from  # which imports this module
+            from areal_hpc.train.checkpoint import open_weights_of  # which imports this module
 
-            reference.load(load_weights_from(Path(self.train.reference_path)))
+            reference.load(open_weights_of(Path(self.train.reference_path)))
         else:
             for name, local in reference.local.items():
                 local.copy_(self.model.local[name])

@@ -45,11 +45,22 @@ class Entry:
         return int(torch.Size(self.shape[1:]).numel())
 
 
-def shard_rows(num_rows: int, num_roots: int, root: int) -> tuple[int, int]:
-    """(first row, number of rows) that training rank `root` owns: torch's dim-0 chunking, as FSDP2 shards."""
-    chunk = -(-num_rows // num_roots)
-    start = min(root * chunk, num_rows)
-    return start, min(chunk, num_rows - start)
+def shard_rows(num_rows: int, num_roots: int, root: int, num_replicas: int = 1) -> tuple[int, int]:
+    """(first row, number of rows) that training rank `root` sends: torch's dim-0 chunking, as FSDP2 shards.
+
+    With replicas, rank = replica * shards + shard: each replica of a shard sends a part of its rows, cut the same way once more, so every row has one sender.
+    """
+    num_shards = num_roots // num_replicas
+    replica, shard = divmod(root, num_shards)
+    start, stop = _chunk(0, num_rows, num_shards, shard)
+    start, stop = _chunk(start, stop, num_replicas, replica)
+    return start, stop - start
+
+
+def _chunk(start: int, stop: int, num: int, k: int) -> tuple[int, int]:
+    """Chunk k of `torch.arange(start, stop).chunk(num)`, empty behind the last."""
+    size = -(-(stop - start) // num)
+    return min(start + k * size, stop), min(start + (k + 1) * size, stop)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -64,19 +75,30 @@ class Manifest:
     entries: tuple[Entry, ...]
     dtype: torch.dtype
     num_roots: int
+    num_replicas: int = 1
 
     @classmethod
-    def of(cls, named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: torch.dtype, num_roots: int) -> Manifest:
+    def of(cls, named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: torch.dtype, num_roots: int, num_replicas: int = 1) -> Manifest:
         entries = sorted((Entry(name, tuple(shape)) for name, shape in named_shapes), key=lambda entry: _natural(entry.name))
-        return cls(tuple(entries), dtype, num_roots)
+        return cls(tuple(entries), dtype, num_roots, num_replicas)
 
     def digest(self) -> str:
-        """SHA-256 over names, shapes, type and number of roots."""
-        return hashlib.sha256(repr((self.entries, str(self.dtype), self.num_roots)).encode()).hexdigest()
+        """SHA-256 over names, shapes, type, number of roots and of replicas."""
+        return hashlib.sha256(repr((self.entries, str(self.dtype), self.num_roots, self.num_replicas)).encode()).hexdigest()
+
+    def num_rows(self, entry: Entry, root: int) -> int:
+        """Rows of a tensor that one root sends."""
+        return shard_rows(entry.shape[0], self.num_roots, root, self.num_replicas)[1]
 
     def root_elements(self, root: int) -> int:
         """Elements that one root sends."""
-        return sum(shard_rows(e.shape[0], self.num_roots, root)[1] * e.row_elements for e in self.entries)
+        return sum(self.num_rows(entry, root) * entry.row_elements for entry in self.entries)
+
+    @property
+    def roots_by_row(self) -> list[int]:
+        """The roots in the order of the rows that they send."""
+        num_shards = self.num_roots // self.num_replicas
+        return [replica * num_shards + shard for shard in range(num_shards) for replica in range(self.num_replicas)]
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +116,8 @@ class Manifest:
             if expected != found:
                 raise ValueError(f"weight manifests differ at tensor {index}: {expected} on rank 0, {found} on rank {other_rank}")
         raise ValueError(
-            f"weight manifests differ: {first.dtype} from {first.num_roots} roots on rank 0, {other.dtype} from {other.num_roots} roots on rank {other_rank}"
+            f"weight manifests differ: {first.dtype} from {first.num_roots} roots ({first.num_replicas} replicas) on rank 0, "
+            f"{other.dtype} from {other.num_roots} roots ({other.num_replicas} replicas) on rank {other_rank}"
         )
 
 
@@ -181,7 +204,7 @@ class Sender:
         local_of, offset = dict(shards), 0
         assert len(local_of) == len(self.manifest.entries)
         for entry in self.manifest.entries:
-            local, rows = local_of[entry.name], shard_rows(entry.shape[0], self.manifest.num_roots, self.root)[1]
+            local, rows = local_of[entry.name], self.manifest.num_rows(entry, self.root)
             assert local.numel() == rows * entry.row_elements, f"{entry.name}: a shard of {local.numel()} elements is not {rows} rows of {entry}"
             self.flat[offset : offset + local.numel()].copy_(local.detach().reshape(-1))
             offset += local.numel()
@@ -260,8 +283,8 @@ class Receiver:
         offsets = [0] * self.manifest.num_roots
         for entry in self.manifest.entries:
             parts = []
-            for root in range(self.manifest.num_roots):
-                count = shard_rows(entry.shape[0], self.manifest.num_roots, root)[1] * entry.row_elements
+            for root in self.manifest.roots_by_row:
+                count = self.manifest.num_rows(entry, root) * entry.row_elements
                 if count:
                     parts.append(self._flats[root][offsets[root] : offsets[root] + count])
                 offsets[root] += count

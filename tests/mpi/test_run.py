@@ -16,6 +16,7 @@ import jobs
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from areal_hpc.config import Config, Staleness
 from areal_hpc.config_io import as_yaml
@@ -72,6 +73,22 @@ def test_same_seed_same_bits(base: Config, tmp_path: Path, monkeypatch: pytest.M
     assert first.table("steps")["loss"].tolist() == second.table("steps")["loss"].tolist()
     assert first.table("steps")["staleness_max"].tolist() == [0, 0, 0]
     assert (first.table("steps")["grad_norm"] > 0).all(), "without gradients equality would prove nothing"
+
+
+def test_replicas_of_the_model_change_nothing(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two training ranks as shards of one model, and as two copies of it (HSDP), of which each pushes a half: the same parameters but for rounding."""
+    (tmp_path / "parity_reward.py").write_text("def grade(problem, text):\n    return float(sum(map(ord, text)) % 2)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    train = replace(base.train, num_steps=2)  # more, and rounding could turn a sampled token
+    config = jobs.with_ranks(
+        replace(base, staleness=Staleness(max_staleness=0), reward=replace(base.reward, custom="parity_reward:grade"), train=train), 4, 0.5
+    )
+    shards, replicas = (jobs.run(replace(config, train=replace(config.train, replicas=count)), tmp_path / f"r{count}") for count in (1, 2))
+    assert (shards.table("steps")["grad_norm"] > 0).all()
+    found, expected = (load_file(job.run_dir / "model" / "model.safetensors") for job in (replicas, shards))
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)
 
 
 def test_rank_that_fails_ends_the_job(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from areal_hpc.models import hf
 from areal_hpc.models.decoder import Packed
 from areal_hpc.recipes import laptop
 from areal_hpc.train import checkpoint
-from areal_hpc.train.sharding import ShardedDecoder, push_rows
+from areal_hpc.train.sharding import ShardedDecoder
+from areal_hpc.transport.weights import shard_rows
 
 from .cases import TINY, tiny_trainer
 from .sharding_worker import OPTIONS, REPLICATED, VARIANTS, trained
@@ -105,7 +106,7 @@ def test_pushed_rows_tile_every_shard(num_rows: int, num_shards: int, num_replic
     owned = np.zeros(num_rows, int)
     chunks = torch.arange(num_rows).chunk(num_shards) if num_rows else ()
     for rank in range(num_shards * num_replicas):
-        start, count = push_rows(num_rows, num_shards, num_replicas, rank)
+        start, count = shard_rows(num_rows, num_shards * num_replicas, rank, num_replicas)
         owned[start : start + count] += 1
         shard = rank % num_shards
         mine = chunks[shard].tolist() if shard < len(chunks) else []
