@@ -193,6 +193,8 @@ class Producer:
     def in_flight(self) -> list[int]: ...
     def beat(self) -> None:
         """Renew the heartbeat in a long silence; commits do it too."""
+    def check_consumer(self) -> None:
+        """Raises LaneClosed if the consumer has closed the lane or died: for a producer that has nothing to write for long."""
     def close(self) -> None:
         """No record follows. What is committed is still delivered."""
 

@@ -6,6 +6,7 @@ srun / mpiexec ──▶ run_rank on every rank ──▶ generation rank: rollo
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,6 +86,11 @@ def agree_on_attempt(config: Config) -> Path:
     if isinstance(made, ConfigError):
         raise made
     assert made is not None
+    blind = sorted({host for host in MPI.COMM_WORLD.allgather("" if made.is_dir() else socket.gethostname()) if host})
+    if blind:
+        raise ConfigError(
+            f"run_dir={made.parent}: made by world rank 0 but not seen on {', '.join(blind)}; use --run-dir on a file system that all nodes share"
+        )
     return made
 
 
@@ -97,7 +103,10 @@ def prepare_model(config: Config, world: World) -> Path:
         from areal_hpc.train.warmstart import cached_model
 
         folder = cached_model(config.model, config.data, cache_dir())
-    return Path(patient_bcast(world, str(folder), config.transport.start_deadline_s))
+    found = Path(patient_bcast(world, str(folder), config.transport.start_deadline_s))
+    if not found.is_dir():
+        raise ConfigError(f"the small model is in {found}, which host {world.host} does not see; set AREAL_HPC_CACHE to a folder that all nodes share")
+    return found
 
 
 def cache_dir() -> Path:

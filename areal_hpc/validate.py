@@ -42,18 +42,33 @@ def check_inputs(config: Config) -> None:
                 )
 
 
+PAGE_BYTES = 4096
+MPI_SHM_BYTES = 20 << 20
+"""What an MPI library takes of /dev/shm for itself (MPICH 5: about 16 MiB for a few ranks)."""
+
+
+def sweep_lanes() -> None:
+    """Remove what killed runs left in /dev/shm, and say so: it would take the room that this run needs."""
+    from areal_hpc.transport.ring import sweep_stale
+
+    for name in sweep_stale():
+        print(f"removed /dev/shm/{name}, left by a killed run", flush=True)
+
+
 def check_machine(config: Config) -> None:
     """What the ranks of this machine will need: a GPU if one is asked for, shared memory for the lanes, a reward that can be found."""
     if config.device == "cuda" and not Path("/dev/nvidiactl").exists():
         raise ConfigError("device=cuda but this machine has no NVIDIA GPU; use --device auto or cpu")
     num_ranks = config.topology.num_ranks
     num_lanes = num_ranks - num_training_ranks(num_ranks, config.topology.generation_fraction)
+    sweep_lanes()
     shared = os.statvfs("/dev/shm")
     times = 2 if config.transport.lanes == "forwarded" else 1  # with a lane at both ends
-    needed, free = times * num_lanes * config.transport.lane_bytes, shared.f_bavail * shared.f_frsize
+    pages = -(-config.transport.lane_bytes // PAGE_BYTES) + 1  # and a page for the header
+    needed, free = times * num_lanes * pages * PAGE_BYTES + MPI_SHM_BYTES, shared.f_bavail * shared.f_frsize
     if needed > free:
         raise ConfigError(
-            f"{times * num_lanes} lanes of transport.lane_bytes={config.transport.lane_bytes} need {needed} bytes of /dev/shm, which has {free} free; "
+            f"{times * num_lanes} lanes of transport.lane_bytes={config.transport.lane_bytes}, and MPI itself, need {needed} bytes of /dev/shm, which has {free} free; "
             "use smaller lanes, fewer ranks, or enlarge /dev/shm"
         )
     module = config.reward.custom.partition(":")[0]

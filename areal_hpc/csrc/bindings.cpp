@@ -234,7 +234,7 @@ nb::dict counters(const Consumer& consumer) {
   d["empty_waits"] = c.empty_waits;
   d["empty_wait_s"] = static_cast<double>(c.empty_wait_ns) * 1e-9;
   d["full_waits"] = read(header.full_waits);
-  d["full_wait_s"] = static_cast<double>(read(header.full_wait_ns)) * 1e-9;
+  d["full_wait_s"] = ring_detail::full_wait_s(header);
   d["high_water_bytes"] = read(header.high_water_bytes);
   return d;
 }
@@ -421,6 +421,7 @@ void define_producer(nb::module_& m) {
       .def("begin", &Producer::begin, "ticket"_a)
       .def("cancel", &Producer::cancel, "ticket"_a)
       .def("in_flight", &Producer::in_flight)
+      .def("check_consumer", &Producer::check_consumer)
       .def("beat", &Producer::beat)
       .def("close", &Producer::close);
   m.def("consumes_here", [] { return ring_detail::consuming_threads.contains(ring_detail::ConsumingThreads::self()); });

@@ -72,6 +72,7 @@ struct LaneHeader {
   std::atomic<uint32_t> producer_closed;
   std::atomic<uint64_t> heartbeat_ns;
   std::atomic<uint64_t> full_waits, full_wait_ns, high_water_bytes;
+  std::atomic<uint64_t> full_since_ns;  // 0: there was room at the last look; part of full_wait_ns only once there is room again
 
   // Written by the consumer.
   alignas(kAlignment) std::atomic<uint32_t> consumer_closed;

@@ -8,6 +8,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -73,6 +74,15 @@ inline uint64_t process_tag(pid_t pid) {
   return static_cast<uint64_t>(pid) << 32 | static_cast<uint32_t>(std::strtoull(field, nullptr, 10));
 }
 
+// How many forks lie between this process and the one that was executed. A handle belongs to the process that made it: in a forked child
+// both would move the same positions.
+inline std::atomic<uint32_t>& fork_depth() {
+  static std::atomic<uint32_t> depth{0};
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { fork_depth().fetch_add(1, std::memory_order_relaxed); });
+  (void)registered;
+  return depth;
+}
+
 inline bool is_alive(uint64_t tag) { return tag != 0 && process_tag(static_cast<pid_t>(tag >> 32)) == tag; }
 
 inline uint64_t pid_namespace() {
@@ -131,8 +141,8 @@ inline constexpr const char* kNamePrefix = "areal_hpc.";
 
 inline std::string shm_name(const std::string& name) {
   const std::string full = kNamePrefix + name;
-  if (name.empty() || name.find('/') != std::string::npos || full.size() > 254) {
-    throw std::invalid_argument("a lane's name is 1 to 244 characters without '/', not '" + name + "'");
+  if (name.empty() || name.find('/') != std::string::npos || name.find('\0') != std::string::npos || full.size() > 254) {
+    throw std::invalid_argument("a lane's name is 1 to 244 characters without '/' and NUL, not '" + name + "'");
   }
   return "/" + full;
 }

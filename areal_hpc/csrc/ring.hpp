@@ -30,6 +30,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "crc32c.hpp"
@@ -129,6 +130,13 @@ class ConsumingThreads {
 };
 inline ConsumingThreads consuming_threads;
 
+// Seconds that the producer found the lane full, the wait under way included.
+inline double full_wait_s(const LaneHeader& header) {
+  const uint64_t since = header.full_since_ns.load(std::memory_order_relaxed), now = monotonic_ns();
+  const uint64_t under_way = since != 0 && now > since ? now - since : 0;
+  return static_cast<double>(header.full_wait_ns.load(std::memory_order_relaxed) + under_way) * 1e-9;
+}
+
 }  // namespace ring_detail
 
 // The ticket whose record a dead producer had published, and which it had no time to take off its list; -1: none.
@@ -163,6 +171,8 @@ class Producer {
       if (const int64_t entry = header_.in_flight[slot].load(std::memory_order_relaxed); entry != 0) in_flight_[entry - 1] = slot;
     }
     forget(settled_ticket(header_));
+    for (const auto& [ticket, slot] : in_flight_) inherited_.insert(ticket);
+    header_.full_since_ns.store(0, std::memory_order_relaxed);
     header_.settling_tail.store(0, std::memory_order_relaxed);
     beat();
   }
@@ -180,10 +190,11 @@ class Producer {
   uint64_t num_committed() const { return seq_; }
   uint64_t used_bytes() const { return tail_ - header_.head.load(std::memory_order_relaxed); }
   uint64_t full_waits() const { return header_.full_waits.load(std::memory_order_relaxed); }
-  double full_wait_s() const { return static_cast<double>(header_.full_wait_ns.load(std::memory_order_relaxed)) * 1e-9; }
+  double full_wait_s() const { return ring_detail::full_wait_s(header_); }
 
   // Where to write `num_bytes`, or null while the lane is full.
   std::byte* try_reserve(uint64_t num_bytes) {
+    check_owner();
     if (closed_) throw LaneClosed(name() + " is closed");
     if (reserved_) throw std::invalid_argument(name() + ": the slot reserved before is neither committed nor aborted");
     if (num_bytes > max_record_bytes()) {
@@ -273,6 +284,8 @@ class Producer {
   // The ticket is in flight here until it is committed or cancelled; if this process dies, the consumer learns of it.
   void begin(int64_t ticket) {
     if (ticket < 0) throw std::invalid_argument("a ticket is 0, 1, 2, ..., not " + std::to_string(ticket));
+    check_owner();
+    if (inherited_.erase(ticket) != 0) return;  // of a predecessor that died: begun again here
     if (in_flight_.contains(ticket)) throw std::invalid_argument(name() + ": ticket " + std::to_string(ticket) + " is in flight already");
     uint32_t slot = 0;
     while (slot < kMaxInFlight && header_.in_flight[slot].load(std::memory_order_relaxed) != 0) ++slot;
@@ -294,6 +307,13 @@ class Producer {
 
   void abort() { reserved_ = false; }
 
+  // Throws LaneClosed if the consumer has closed the lane or died: for a producer that has nothing to write for long.
+  void check_consumer() {
+    if (header_.consumer_closed.load(std::memory_order_relaxed)) throw LaneClosed(name() + ": its consumer has closed it");
+    if (!is_alive(header_.consumer_tag))
+      throw LaneClosed(name() + ": its consumer, process " + std::to_string(header_.consumer_tag >> 32) + ", is dead");
+  }
+
   // Says "I am here" to whoever waits for this lane; reserve and commit do it too.
   void beat() { header_.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed); }
 
@@ -308,6 +328,11 @@ class Producer {
 
  private:
   std::byte* at(uint64_t position) const { return segment_->data() + position % capacity_; }
+
+  void check_owner() const {
+    if (fork_depth_ != fork_depth().load(std::memory_order_relaxed))
+      throw LaneBusy(name() + ": this producer belongs to process " + std::to_string(owner_) + ", of which this one was forked");
+  }
 
   bool fits() {
     if (tail_ + needed_ - head_ <= capacity_) return true;
@@ -339,6 +364,7 @@ class Producer {
     else
       header_.num_untracked.fetch_sub(1, std::memory_order_relaxed);
     in_flight_.erase(entry);
+    inherited_.erase(ticket);
     return true;
   }
 
@@ -354,6 +380,7 @@ class Producer {
     header_.heartbeat_ns.store(now, std::memory_order_relaxed);
     if (full_since_ns_ == 0) {
       full_since_ns_ = now;
+      header_.full_since_ns.store(now, std::memory_order_relaxed);
       header_.full_waits.fetch_add(1, std::memory_order_relaxed);
     }
     if (header_.consumer_closed.load(std::memory_order_relaxed)) throw LaneClosed(name() + ": its consumer has closed it");
@@ -367,6 +394,7 @@ class Producer {
     if (full_since_ns_ == 0) return;
     header_.full_wait_ns.fetch_add(monotonic_ns() - full_since_ns_, std::memory_order_relaxed);
     full_since_ns_ = 0;
+    header_.full_since_ns.store(0, std::memory_order_relaxed);
   }
 
   void note_high_water() {
@@ -385,6 +413,8 @@ class Producer {
   uint64_t full_since_ns_ = 0, next_liveness_check_ns_ = 0;
   bool reserved_ = false, is_frame_ = false, closed_ = false;
   std::unordered_map<int64_t, uint32_t> in_flight_;  // ticket -> slot in the header; kMaxInFlight: counted only
+  std::unordered_set<int64_t> inherited_;            // of them: from a predecessor that died, not begun again
+  uint32_t fork_depth_ = fork_depth().load(std::memory_order_relaxed);
 };
 
 struct RecordView {
@@ -430,6 +460,9 @@ class Consumer {
   // delivered.
   std::optional<RecordView> try_peek() {
     const std::lock_guard lock(mutex_);
+    if (fork_depth_ != fork_depth().load(std::memory_order_relaxed))
+      throw LaneBusy("lane " + std::to_string(lane()) + ": this consumer belongs to process " + std::to_string(owner_) +
+                     ", of which this one was forked");
     if (closed_) throw LaneClosed("lane " + std::to_string(lane()) + " is closed");
     if (corrupt_) throw_corrupt();
     if (thread_ != ring_detail::ConsumingThreads::self()) {
@@ -488,7 +521,9 @@ class Consumer {
       next_liveness_check_ns_ = time + kLivenessPeriod_ns;
     }
     const uint64_t tag = header_.producer_tag.load(std::memory_order_relaxed);
-    if (tag == 0 || header_.producer_closed.load(std::memory_order_relaxed) || is_alive(tag)) return std::nullopt;
+    // Who closes the lane with tickets in flight has given them up without a word: an exception ended it, say.
+    const bool gave_up = closed_by_producer();
+    if (tag == 0 || (!gave_up && is_alive(tag))) return std::nullopt;
     // Its stores are all visible now. Another one may have attached meanwhile.
     if (header_.tail.load(std::memory_order_relaxed) != read_ || header_.producer_tag.load(std::memory_order_relaxed) != tag)
       return std::nullopt;
@@ -499,6 +534,7 @@ class Consumer {
       const int64_t entry = slot.load(std::memory_order_relaxed);
       if (entry != 0 && entry - 1 != settled) dead.tickets.push_back(entry - 1);
     }
+    if (gave_up && dead.tickets.empty() && dead.num_untracked == 0) return std::nullopt;
     std::sort(dead.tickets.begin(), dead.tickets.end());
     return dead;
   }
@@ -619,6 +655,7 @@ class Consumer {
   uint64_t first_lease_ = 0;  // number of leases_.front()
   ConsumerCounters counters_;
   const void* thread_ = nullptr;  // that peeked last
+  uint32_t fork_depth_ = fork_depth().load(std::memory_order_relaxed);
   uint64_t next_liveness_check_ns_ = 0;
 };
 

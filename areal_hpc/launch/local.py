@@ -217,6 +217,8 @@ def _cause(mpiexec_status: int, num_signals: int) -> str:
     """What is known when no rank could say anything."""
     if num_signals > 1:
         return "ended by a second signal"
+    if num_signals == 1:
+        return f"ended by a signal before the ranks could act on it (status {mpiexec_status}); nothing had been trained that could be saved"
     if mpiexec_status < 0:
         return f"mpiexec was killed by {signal.Signals(-mpiexec_status).name}"
     killed_by = mpiexec_status - 128 if mpiexec_status > 128 else mpiexec_status

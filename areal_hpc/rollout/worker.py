@@ -323,6 +323,8 @@ class RolloutWorker:
         if now - self._reported_at < REPORT_EVERY_S and not final:
             return
         self._reported_at = now
+        if not self.stopped:
+            self.lane.check()  # at the gate nothing is written, and a dead training rank would go unnoticed
         if final:
             self.counters["unfinished_groups"] += len(self.groups) + len(self.outbox)
         body = {

@@ -7,6 +7,7 @@ Host memory is bounded by the gate; without a gate (eta = inf) lanes are left fu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -47,17 +48,29 @@ class Collector:
     max_held: int
     """Groups kept in host memory before records are left in their lanes."""
     held: dict[int, Group] = field(default_factory=dict)
+    _order: deque[int] = field(init=False)
+    """Generation ranks, the one whose lane is looked at next first."""
+
+    def __post_init__(self) -> None:
+        self._order = deque(self.lanes.consumers)
 
     def drain(self) -> list[Arrival]:
         """Take all records that are there. Never blocks. Raises RuntimeError that names the generation rank behind an empty lane whose process has died."""
         self.lanes.receiver.progress()
-        arrivals = []
-        for generation_rank, lane in self.lanes.consumers.items():
-            while len(self.held) < self.max_held and (record := self._peek(generation_rank, lane)) is not None:
-                ticket, prompt_tokens, table = read_table(record.buffer)
-                self.held[ticket] = read_group(record.buffer)
-                record.release()
-                arrivals.append(Arrival(ticket, generation_rank, self.role_rank, int(table["version_min"].min()), prompt_tokens, table))
+        arrivals: list[Arrival] = []
+        num_empty = 0
+        while len(self.held) < self.max_held and num_empty < len(self._order):  # one record a lane in turn: under `max_held` none may starve
+            generation_rank = self._order[0]
+            self._order.rotate(-1)
+            record = self._peek(generation_rank, self.lanes.consumers[generation_rank])
+            if record is None:
+                num_empty += 1
+                continue
+            num_empty = 0
+            ticket, prompt_tokens, table = read_table(record.buffer)
+            self.held[ticket] = read_group(record.buffer)
+            record.release()
+            arrivals.append(Arrival(ticket, generation_rank, self.role_rank, int(table["version_min"].min()), prompt_tokens, table))
         return arrivals
 
     def _peek(self, generation_rank: int, lane: RingConsumer) -> Record | None:

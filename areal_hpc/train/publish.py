@@ -115,6 +115,6 @@ class Publisher:
                 pump()
                 assert self.push is not None
                 if time.monotonic() > self.push.started_at + self.deadline_s:
-                    late = [self.world.name_of(rank) for rank in self.world.generation_ranks if rank not in self.push.receive_s]
+                    late = [self.world.full_name_of(rank) for rank in self.world.generation_ranks if rank not in self.push.receive_s]
                     raise TimeoutError(f"version {self.push.version} was not confirmed within {self.deadline_s:g} s by {', '.join(late)}")
                 time.sleep(0.0005)

@@ -44,6 +44,10 @@ class Outgoing:
         if self.sender is not None:
             self.sender.progress()
 
+    def check(self) -> None:
+        """About once a second: raises LaneClosed when the training rank behind the lane is dead, though there is nothing to send (on this node; see forward.py)."""
+        self.producer.check_consumer()
+
     def close(self, deadline_s: float) -> None:
         """No record follows. Raises TimeoutError when the other end does not take what was sent."""
         if self.sender is not None:
@@ -119,22 +123,24 @@ def open_incoming(config: Config, world: World) -> Incoming:
     names = {g: world.full_name_of(world.generation_ranks[g]) for g in mine}
     consumers: dict[int, RingConsumer] = {}
     remote: list[RemoteLane] = []
-    for g in mine:
-        if is_forwarded(config, world, g):
-            producer, consumers[g] = _open_both(_ring(config, f"{name}.{g}.in", g, name), world)
-            remote.append(RemoteLane(g, world.generation_ranks[g], names[g], producer, consumers[g]))
-        else:
-            consumers[g] = _make(_ring(config, f"{name}.{g}", g, name), world)
-    world.barrier(deadline_s, "create their lanes")
-    world.barrier(deadline_s, "attach to their lanes")
-    for consumer in consumers.values():
-        consumer.unlink()
+    try:
+        for g in mine:
+            if is_forwarded(config, world, g):
+                producer, consumers[g] = _open_both(_ring(config, f"{name}.{g}.in", g, name), world)
+                remote.append(RemoteLane(g, world.generation_ranks[g], names[g], producer, consumers[g]))
+            else:
+                consumers[g] = _make(_ring(config, f"{name}.{g}", g, name), world)
+        world.barrier(deadline_s, "create their lanes")
+        world.barrier(deadline_s, "attach to their lanes")
+    finally:  # also when there is no room for one of them
+        for consumer in consumers.values():
+            consumer.unlink()
     return Incoming(consumers, ForwardReceiver(world.forward, world.name(), remote, config.transport.silence_deadline_s), names)
 
 
 def _agree_on_name(config: Config, world: World) -> str:
     """What the names of this run's lanes begin with, once every node is rid of what killed runs left there. Collective."""
-    if world.local_rank == 0:
+    if world.local_rank == 0:  # the local launcher has done it before it looked for room; under srun nobody has
         for left in sweep_stale():
             print(f"removed /dev/shm/{left} on host {world.host}, left by a killed run", flush=True)
     world.barrier(config.transport.start_deadline_s, "have their model or engine")

@@ -126,7 +126,7 @@ class LaneCounters(TypedDict):
     full_waits: int
     """Times the producer found the lane full."""
     full_wait_s: float
-    """Seconds between finding it full and getting its slot."""
+    """Seconds between finding it full and getting its slot, the wait under way included."""
     high_water_bytes: int
     """Most bytes in use at a commit, headers and padding included."""
 
@@ -140,14 +140,17 @@ class WouldDeadlock(RingFull):
 
 
 class ProducerDead(RingError):  # noqa: N818 (an event rather than a fault of the caller)
-    """The producer's process died and left the lane open. All that it committed has been delivered; raised again until another producer attaches."""
+    """The producer's process died, or it closed the lane with tickets in flight (as an exception does). All that it committed has been delivered.
+
+    Raised again until another producer attaches.
+    """
 
     def __init__(self, lane: int, pid: int, tickets: list[int], num_untracked: int = 0, where: str = "") -> None:
         """`tickets`: begun, and neither delivered nor cancelled; `num_untracked`: more of them that the lane could not name."""
         self.lane, self.pid, self.tickets, self.num_untracked = lane, pid, tickets, num_untracked
         named = ", ".join(map(str, tickets)) if tickets else "none"
         more = f" and {num_untracked} more" if num_untracked else ""
-        super().__init__(f"the producer of lane {lane} died: {where or f'process {pid}'}; tickets in flight: {named}{more}")
+        super().__init__(f"the producer of lane {lane} is gone: {where or f'process {pid}'}; tickets in flight: {named}{more}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,13 @@ class Ring:
     """Payloads carry a CRC32C; headers always do."""
     poison: bool | None = None
     """Released bytes turn into 0xDD at once; None: if AREAL_HPC_RING_POISON=1."""
+
+    def __post_init__(self) -> None:
+        for field, limit in (("lane", 1 << 16), ("job_id", 1 << 64), ("restart_id", 1 << 64)):
+            if not 0 <= getattr(self, field) < limit:
+                raise ValueError(f"a lane's {field} is 0 to {limit - 1}, not {getattr(self, field)}")
+        if not 0 < self.capacity_bytes <= 1 << 46:
+            raise ValueError(f"a lane's capacity is 1 byte to 64 TiB, not {self.capacity_bytes}")
 
     def consumer(self) -> RingConsumer:
         """Make the lane: all its memory, and a page more, is taken now.
@@ -277,7 +287,7 @@ class RingConsumer(_ring.Consumer):
             if self.wait_for_record(min(remaining_s, _SLICE_S)):
                 return self.try_peek()
             self._check_producer()
-        return None
+        return self.try_peek() if timeout_s > 0 else None  # raises LaneClosed if another thread closed this end meanwhile
 
     def _check_producer(self) -> None:
         dead = self.dead_producer()

@@ -20,7 +20,7 @@ from .test_compose import LONG, SHORT, arrival, make_config
 
 def make_recorder(config):
     said = io.StringIO()
-    world = World(1, "training", 0, 1, "here", (0,), (1,), 1, None, None, None, None)  # no rank is asked anything
+    world = World(1, "training", 0, 1, (0,), (1,), (0, 0), ("here",), 0.0, None, None, None, None, None)  # no rank is asked anything
     recorder = Recorder(config, world, MemoryLog.create(), Progress(10, "lines", said), Phases(1, "training"))
     recorder.begin()
     return recorder, said

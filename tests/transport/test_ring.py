@@ -526,7 +526,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     assert not in_shm(lane.name)
 
 
-@pytest.mark.parametrize(("name", "capacity_bytes"), [("", 1), ("a/b", 1), ("x" * 245, 1), ("zero", 0)])
+@pytest.mark.parametrize(("name", "capacity_bytes"), [("", 1), ("a/b", 1), ("x" * 245, 1), ("zero", 0), ("nul\0", 1)])
 def test_bad_arguments(name: str, capacity_bytes: int) -> None:
     with pytest.raises(ValueError, match="a lane's"):
         Ring(name, capacity_bytes).consumer()
@@ -806,7 +806,7 @@ def test_killed_producers_lose_only_what_they_had_not_committed() -> None:
             assert consumer.producer_state() == "dead"
             assert death is not None
             assert (death.lane, death.pid, death.tickets, death.num_untracked) == (2, child.pid, [], 0)
-            assert str(death) == f"the producer of lane 2 died: process {child.pid}; tickets in flight: none"
+            assert str(death) == f"the producer of lane 2 is gone: process {child.pid}; tickets in flight: none"
             for _ in range(2):  # it stays dead
                 with pytest.raises(ring.ProducerDead):
                     consumer.peek()
@@ -967,3 +967,53 @@ def test_a_forked_child_closes_nothing(pair: tuple[RingConsumer, RingProducer]) 
     assert consumer.producer_state() == "alive"
     assert push(producer, 1, b"still here")
     assert consumer.peek() is not None
+
+
+def test_a_forked_child_may_not_use_the_handles(pair: tuple[RingConsumer, RingProducer]) -> None:
+    """Parent and child would move the same positions, each unaware of the other."""
+    consumer, producer = pair
+    assert push(producer, 1, b"of the parent")
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for use in (lambda: push(producer, 2, b"of the child"), lambda: producer.begin(2), consumer.peek):
+            try:
+                use()
+            except ring.LaneBusy as error:
+                refused += f"belongs to process {os.getppid()}" in str(error)
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert push(producer, 2, b"of the parent")
+    assert [record.ticket for record in (consumer.peek(), consumer.peek()) if record] == [1, 2]
+
+
+def test_who_closes_with_tickets_in_flight_is_not_simply_done() -> None:
+    consumer, producer = open_pair()
+    with pytest.raises(ZeroDivisionError), producer:
+        assert push(producer, 1, b"whole")
+        producer.begin(9)
+        _ = 1 / 0
+    record = consumer.peek()
+    assert record is not None and record.ticket == 1
+    time.sleep(0.11)  # the consumer looks every 0.1 s
+    with pytest.raises(ring.ProducerDead, match="tickets in flight: 9") as error:
+        consumer.peek()
+    assert error.value.tickets == [9]
+    consumer.close()
+
+
+def test_a_wait_under_way_counts(pair: tuple[RingConsumer, RingProducer]) -> None:
+    consumer, producer = pair
+    while push(producer, 0, bytes(1000)):
+        pass
+    time.sleep(0.02)
+    assert consumer.counters()["full_waits"] == 1
+    assert consumer.counters()["full_wait_s"] >= 0.02
+
+
+def test_silent_producer_can_ask_after_its_consumer(pair: tuple[RingConsumer, RingProducer]) -> None:
+    consumer, producer = pair
+    producer.check_consumer()
+    consumer.close()
+    with pytest.raises(ring.LaneClosed, match="its consumer has closed it"):
+        producer.check_consumer()
