@@ -989,9 +989,9 @@ def test_a_forked_child_may_not_use_the_handles(pair: tuple[RingConsumer, RingPr
 
 def test_who_closes_with_tickets_in_flight_is_not_simply_done() -> None:
     consumer, producer = open_pair()
+    assert push(producer, 1, b"whole")
+    producer.begin(9)
     with pytest.raises(ZeroDivisionError), producer:
-        assert push(producer, 1, b"whole")
-        producer.begin(9)
         _ = 1 / 0
     record = consumer.peek()
     assert record is not None and record.ticket == 1
