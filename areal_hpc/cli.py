@@ -1,4 +1,4 @@
-"""The command line: `areal-hpc run | report | eval | export`. Heavy imports come after the arguments are understood.
+"""The command line: `areal-hpc run | report | eval | grade | export`. Heavy imports come after the arguments are understood.
 
 Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 75 stopped on a signal with a complete checkpoint; anything else a failure.
 """
@@ -20,6 +20,8 @@ USAGE = """usage: areal-hpc COMMAND ...
                                             --print-config shows the result and stops, --config FILE.yaml overrides many options
   report RUN                                tables and plots of a run, in RUN/report
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set
+  grade FILE.jsonl [--reward.option ...]    rewards of gold/answer pairs or programs, one JSON object per line; - reads standard input
+                                            --skip-invalid reports lines that are not JSON instead of stopping
   export CHECKPOINT DIR                     a checkpoint in Hugging Face format
   recipes                                   the recipes there are
 
@@ -30,7 +32,7 @@ areal-hpc run RECIPE --help lists all options with their meaning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"run": run, "report": report, "eval": evaluate, "export": export, "recipes": recipes}
+    commands = {"run": run, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes}
     try:
         asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
         if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2)):
@@ -154,6 +156,27 @@ def evaluate(args: list[str]) -> int:
     from areal_hpc.evaluate import evaluate_model
 
     print(evaluate_model(config, folder))
+    return 0
+
+
+def grade(args: list[str]) -> int:
+    """Grade the rows of a JSON-lines file; results to standard output, a summary to standard error."""
+    if not args or (args[0].startswith("-") and args[0] != "-"):
+        raise ConfigError("areal-hpc grade needs a file: areal-hpc grade FILE.jsonl (or - for standard input)")
+    import json
+
+    from areal_hpc.config_io import parse_options
+    from areal_hpc.recipes import recipe
+    from areal_hpc.reward.offline import grade_rows, read_rows, summary
+
+    skip_invalid = "--skip-invalid" in args
+    config = parse_options([argument for argument in args[1:] if argument != "--skip-invalid"], recipe("laptop"), "areal-hpc grade FILE.jsonl")
+    check(config)
+    results = []
+    for result in grade_rows(read_rows(args[0], skip_invalid), config.reward):
+        print(json.dumps(result), flush=True)
+        results.append({"status": result["status"]})
+    print(summary(results), file=sys.stderr)
     return 0
 
 

@@ -227,7 +227,39 @@ class Reward:
     custom: str = ""
     """`module:function` called as f(problem, answer_text) -> float in the grading process, 1.0 meaning right; empty: the data's own scorer."""
     deadline_s: float = 5.0
-    """Seconds one answer may be graded, from the moment a worker takes it; then the worker is killed and the answer counted as failed."""
+    """Seconds one answer may be graded by `custom` or by a task's own scorer, from the moment a worker takes it; then it is killed and the answer counted as failed."""
+    num_graders: int = 0
+    """Grader processes of one generation rank; 0: half of the rank's cores beyond two, at least one."""
+    math_cpu_s: float = 2.0
+    """Processor seconds that one mathematical answer may cost; then its grader is killed and the answer is wrong (status timeout)."""
+    math_percent: Literal["lenient", "strict"] = "lenient"
+    """lenient: 25% is right for 25 and for 0.25, and the reverse; strict: 25% is 0.25."""
+    math_units: Literal["lenient", "strict"] = "lenient"
+    """lenient: a unit may be missing on one side (two different ones are wrong); strict: it may not."""
+    math_vectors: Literal["lenient", "strict"] = "lenient"
+    """lenient: a column, a row, (1, 2) and <1, 2> are the same vector; strict: the notation counts."""
+    math_intervals: Literal["lenient", "strict"] = "lenient"
+    """lenient: an interval may be given as an inequality, and the reverse; strict: the notation counts."""
+    math_bases: Literal["lenient", "strict"] = "lenient"
+    """lenient: the subscript that names the base of a number may be missing in the answer; strict: it may not."""
+    math_answer: Literal["box", "statement"] = "statement"
+    """What marks a mathematical answer: a box or "####"; statement: without these, also "the answer is ..." or "Answer: ..."."""
+    code_sandbox: Literal["auto", "bubblewrap", "landlock", "seccomp", "limits"] = "auto"
+    """Isolation of model-written programs; auto: the strongest that holds on this machine. limits: none, programs can do what this user can."""
+    code_floor: Literal["bubblewrap", "landlock", "seccomp", "limits"] = "seccomp"
+    """Weakest isolation to run programs at; where less holds, the run is refused."""
+    code_cpu_s: float = 6.0
+    """CPU seconds of one test of a program, where the problem does not say; wall-clock seconds are twice that and one more."""
+    code_wall_s: float = 60.0
+    """Wall-clock seconds of one program over all its tests."""
+    code_memory_mib: int = 512
+    """MiB of address space of a program beyond the interpreter's, where the problem does not say."""
+    code_output_kib: int = 1024
+    """KiB that a program may print in one test, or return from one call."""
+    code_max_tests: int = 20
+    """Tests of one problem that are run, chosen the same for every answer."""
+    code_packages: tuple[str, ...] = ("numpy",)
+    """Packages that programs may import besides the standard library, where they are installed."""
     max_failure_rate: float = 0.2
     """Share of answers that could not be graded above which the run ends with an error."""
 
@@ -374,6 +406,7 @@ def check(config: Config) -> None:
 
 def _check_positive(section: str, part: object) -> None:
     may_be_zero = {
+        "num_graders",
         "warmstart_steps",
         "warmstart_direct_steps",
         "warmup_steps",

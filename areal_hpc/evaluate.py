@@ -27,7 +27,7 @@ def evaluate_model(config: Config, folder: Path) -> str:
     engine = create_engine(config, hf.load_config(folder), tokenizer.stop_token_ids, pick_device(config.device, 0))
     engine.update_weights(load_weights_from(folder), 0)
     rewards = RewardService.start()
-    rewards.configure(config.data, config.reward.deadline_s, config.reward.custom)
+    rewards.configure(config.data, config.reward)
     running = EvaluationInProgress(0, list(range(len(problems))))
     for index, problem in enumerate(problems):
         engine.add([evaluation_request(config, problem, index, tokenizer)])

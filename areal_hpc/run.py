@@ -59,7 +59,7 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
         model_dir = prepare_model(config, world)
         status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
-            rewards.configure(config.data, config.reward.deadline_s, config.reward.custom)
+            rewards.configure(config.data, config.reward)
             generate(config, world, connection, problems, model_dir, rewards, phases)
         else:
             rewards.close()

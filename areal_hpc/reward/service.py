@@ -3,25 +3,28 @@
 Lifecycle: `start` (before MPI or CUDA is initialised), `configure`, then `submit` and `poll` in any order, `close`.
 
     with RewardService.start() as rewards:
-        rewards.configure(config.data, config.reward.deadline_s)
+        rewards.configure(config.data, config.reward)
         rewards.submit(job_id=7, problem_index=3, text="40+2=42\\n#### 42")
         for verdict in rewards.wait(timeout_s=10.0): ...
 
 Trap: verdicts come in the order of the jobs except where a grader hung or died; match them by `job_id`.
-The processes (this rank > server > grader) are killed with the rank, whatever kills it.
+The processes (this rank > server > graders) are killed with the rank, whatever kills it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from areal_hpc.config import ConfigError, Data
+from areal_hpc.config import ConfigError, Data, Reward
 from areal_hpc.reward import processes
 from areal_hpc.reward.channel import Channel, ChannelClosedError
 from areal_hpc.transport.trajectory import Status
@@ -39,11 +42,18 @@ class Verdict:
     job_id: int
     status: Status
     score: float | None
-    """1.0 = right; None when the answer could not be graded (TIMEOUT, INFRA_ERROR)."""
+    """1.0 = right; None when the answer could not be graded (INFRA_ERROR, GOLD_BAD)."""
     extracted: str | None
     """The answer found in the text, None without one."""
     seconds: float
     """Time spent on grading, waiting in the queue excluded."""
+    reason: str = ""
+    """One line for a person, where the status does not say all."""
+
+
+def default_num_graders(num_cores: int) -> int:
+    """Half of the cores beyond two (the rank's own and its helper's), at least one."""
+    return max(1, (num_cores - 2) // 2)
 
 
 class RewardService:
@@ -53,6 +63,9 @@ class RewardService:
         self._stderr = stderr
         self._pending: set[int] = set()
         self._configured = self._ready = False
+        self.metrics: Counter[str] = Counter()
+        """Verdicts by status (lower case); for mathematics cache_hits, fast (decided without math-verify), fallback; graders killed, died, recycled;
+        backpressure: times that the server's queue was full."""
 
     @classmethod
     def start(cls) -> RewardService:
@@ -60,15 +73,17 @@ class RewardService:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         return cls(*processes.spawn("areal_hpc.reward.server", stderr), stderr)
 
-    def configure(self, data: Data, deadline_s: float, custom: str = "") -> None:
-        """Say what is graded; once. The grader loads the problems from the same configuration, so jobs name them by position.
+    def configure(self, data: Data | None, reward: Reward, kinds: Sequence[Literal["math", "code"]] = ()) -> None:
+        """Say what is graded; once. The graders load the problems from the same configuration, so jobs name them by position.
 
-        custom: "module:function", called as function(problem, answer_text) -> float with the whole answer (1.0 = right) instead of the problem's own rule.
-        A mistake in either is raised as ConfigError by a later `poll`, `wait` or `wait_ready`.
+        data None: no problems, each job brings its own reference (`submit_reference`); `kinds` says which kinds these have.
+        A mistake in `data` or in `reward.custom` is raised as ConfigError by a later `poll`, `wait` or `wait_ready`.
         """
         assert not self._configured
         self._configured = True
-        self._send({"data": dataclasses.asdict(data), "deadline_s": deadline_s, "custom": custom})
+        section = None if data is None else dataclasses.asdict(data)
+        num_graders = reward.num_graders or default_num_graders(len(os.sched_getaffinity(0)))
+        self._send({"data": section, "reward": dataclasses.asdict(reward), "kinds": list(kinds), "num_graders": num_graders})
 
     @property
     def num_pending(self) -> int:
@@ -80,6 +95,12 @@ class RewardService:
         assert self._configured and job_id not in self._pending
         self._pending.add(job_id)
         self._send({"job": job_id, "problem": problem_index, "split": split, "text": text, "truncated": truncated})
+
+    def submit_reference(self, job_id: int, kind: Literal["math", "code"], reference: Any, text: str) -> None:
+        """Queue one answer with what it is judged by: the reference answer (or several, any of which will do), or tests. Never blocks. Raises RewardServerDied."""
+        assert self._configured and job_id not in self._pending
+        self._pending.add(job_id)
+        self._send({"job": job_id, "kind": kind, "gold" if kind == "math" else "tests": reference, "text": text, "truncated": False})
 
     def poll(self) -> list[Verdict]:
         """The verdicts that have arrived. Never blocks. Raises RewardServerDied, or ConfigError for what `configure` was given."""
@@ -136,11 +157,13 @@ class RewardService:
         if "config_error" in message:
             raise ConfigError(message["config_error"])
         self._ready = self._ready or "ready" in message
-        return "ready" in message
+        self.metrics.update({name: count - self.metrics[name] for name, count in message.get("counts", {}).items()})
+        return "job" not in message
 
     def _verdict(self, message: dict[str, Any]) -> Verdict:
         self._pending.remove(message["job"])
-        return Verdict(message["job"], Status[message["status"]], message["score"], message["extracted"], message["seconds"])
+        self.metrics.update([message["status"].lower(), *message.get("how", ())])
+        return Verdict(message["job"], Status[message["status"]], message["score"], message["extracted"], message["seconds"], message.get("reason", ""))
 
     def _reap(self) -> int:
         try:

@@ -1,4 +1,7 @@
-"""Grader: loads the problems, then grades one answer after the other. `areal_hpc.reward.server` starts it, watches its time and kills it."""
+"""Grader: loads the problems, then grades one answer after the other. `areal_hpc.reward.server` starts it, watches its time and kills it.
+
+A job names a problem of the data, or (`areal-hpc grade`) brings its own reference answer or tests.
+"""
 
 from __future__ import annotations
 
@@ -7,49 +10,144 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any
 
-from areal_hpc.config import ConfigError, Data
+from areal_hpc.config import ConfigError, Data, Reward
 from areal_hpc.data.datasets import Problem, Problems, load_problems, score
 from areal_hpc.reward import answers
 from areal_hpc.reward.channel import Channel, ChannelClosedError
-from areal_hpc.reward.processes import adopt_parent
+from areal_hpc.reward.processes import adopt_parent, limit_memory, step_back
+from areal_hpc.reward.verdict import Graded, Outcome
 
 MAX_TRACEBACKS = 5
+WALL_PER_CPU = 15.0
+"""Wall-clock limit of a mathematical answer as a multiple of its processor time: for machines that are too busy to give it that."""
+CODE_ATTEMPTS, CODE_MARGIN_S = 2, 20.0
+"""Times that a program may be run (again when the machine, not the program, ended it), and wall-clock seconds for starting and clearing up."""
 
 
 class Grader:
     """Answer text -> verdict, by the problem's own rule or by a function of the user's."""
 
-    def __init__(self, problems: Problems, custom: str = "") -> None:
+    def __init__(self, problems: Problems, reward: Reward, kinds: Sequence[str] = ()) -> None:
+        """kinds: what jobs without a problem may bring ("math", "code")."""
         self._problems = problems
-        self._custom = load_custom(custom) if custom else None
+        self._reward = reward
+        self._custom = load_custom(reward.custom) if reward.custom else None
         self._num_tracebacks = 0
+        self.kinds = frozenset(kinds) if self._custom is None else frozenset()
+        if self._custom is None:
+            self.kinds |= {_kind(problem) for split in (problems.train, problems.heldout) for problem in split}
+        self._math = _math_grader(reward) if "math" in self.kinds else None
 
     def grade(self, job: dict[str, Any]) -> dict[str, Any]:
         """The verdict as a message. Whatever the grading function raises, and anything but a finite number from it, is an infra_error, never a 0."""
         started_s = time.perf_counter()
-        text: str = job["text"]
-        extracted = answers.extract(text)
-        problem: Problem = getattr(self._problems, job["split"])[job["problem"]]
+        problem = getattr(self._problems, job["split"])[job["problem"]] if "problem" in job else None
+        kind = job["kind"] if problem is None else _kind(problem)
+        message: dict[str, Any]
         try:
-            result = self._custom(problem, text) if self._custom else score(problem, extracted)
-            value = float(result) if isinstance(result, (int, float, Real)) else math.nan  # Real: NumPy scalars
-            if not math.isfinite(value):
-                raise TypeError(f"the grading function returned {type(result).__name__}, which is not a finite number")  # its repr may hang
-            status = _status(value, extracted, job["truncated"], bool(self._custom))
-        except Exception:  # noqa: BLE001 (whatever users' functions raise)
+            if self._custom is None and kind == "math":
+                gold = job["gold"] if problem is None else problem.answer
+                message = self._by_math(gold, job["text"], job["truncated"])
+            elif self._custom is None and kind == "code":
+                tests = job["tests"] if problem is None else getattr(problem, "tests", None)
+                message = self._by_tests(tests, job["text"], job["truncated"])
+            else:
+                assert problem is not None
+                message = self._by_score(problem, job["text"], job["truncated"])
+        except Exception as error:  # noqa: BLE001 (whatever users' functions raise)
             self._report_traceback()
-            value, status = None, "INFRA_ERROR"
-        return {"job": job["job"], "status": status, "score": value, "extracted": extracted, "seconds": time.perf_counter() - started_s}
+            message = {"status": "INFRA_ERROR", "score": None, "extracted": None, "reason": type(error).__name__}
+        return {"job": job["job"], "seconds": time.perf_counter() - started_s, **message}
+
+    def _by_score(self, problem: Problem, text: str, truncated: bool) -> dict[str, Any]:
+        """By the custom function, or by the rule of a built-in task."""
+        extracted = answers.extract(text)
+        result = self._custom(problem, text) if self._custom else score(problem, extracted)
+        value = float(result) if isinstance(result, (int, float, Real)) else math.nan  # Real: NumPy scalars
+        if not math.isfinite(value):
+            raise TypeError(f"the grading function returned {type(result).__name__}, which is not a finite number")  # its repr may hang
+        return {
+            "status": _status(value, extracted, truncated, bool(self._custom)),
+            "score": value,
+            "extracted": extracted,
+            "how": [] if self._custom else ["fast"],
+        }
+
+    def _by_math(self, gold: str | list[str], text: str, truncated: bool) -> dict[str, Any]:
+        assert self._math is not None
+        before = dict(self._math.counts)
+        try:
+            graded = self._math.grade(gold, text, truncated)
+        except (MemoryError, RecursionError):
+            graded = Graded.of(Outcome.HOSTILE, None, "needs more memory than a grader may use")
+        how = [name for name, count in self._math.counts.items() if count > before.get(name, 0)]
+        return _message(graded) | {"how": how}
+
+    def _by_tests(self, tests: Any, text: str, truncated: bool) -> dict[str, Any]:
+        from areal_hpc.reward import code
+
+        try:
+            read = code.read_tests(tests) if isinstance(tests, (dict, list, str)) else tests
+        except ValueError as error:
+            return _message(Graded.of(Outcome.GOLD_BAD, None, str(error)))
+        graded = code.grade_program(read, text, _code_options(self._reward))
+        if graded.status is Outcome.NO_ANSWER and truncated:
+            graded = Graded.of(Outcome.TRUNCATED)
+        return _message(graded)
+
+    def limits(self, job: dict[str, Any]) -> dict[str, float | None] | None:
+        """Limits of this job that differ from those that `ready` announced."""
+        if self._custom is not None or not ("kind" in job or "code" in self.kinds):
+            return None
+        kind = job["kind"] if "kind" in job else _kind(getattr(self._problems, job["split"])[job["problem"]])
+        return {"cpu_s": None, "wall_s": CODE_ATTEMPTS * float(_code_options(self._reward).wall_s) + CODE_MARGIN_S} if kind == "code" else None
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        """What the server must know about this grader."""
+        wall_s = max(self._reward.deadline_s, WALL_PER_CPU * self._reward.math_cpu_s) if self._math else self._reward.deadline_s
+        return {"ready": True, "slow_start": self._math is not None, "limits": {"cpu_s": self._reward.math_cpu_s if self._math else None, "wall_s": wall_s}}
 
     def _report_traceback(self) -> None:
         self._num_tracebacks += 1
         if self._num_tracebacks <= MAX_TRACEBACKS:
             traceback.print_exc(file=sys.stderr)
+
+
+def _message(graded: Graded) -> dict[str, Any]:
+    return {"status": graded.status.name, "score": graded.reward, "extracted": graded.extracted, "reason": graded.reason}
+
+
+def _kind(problem: Problem) -> str:
+    """math, code, or empty: by the rule of its source."""
+    return str(getattr(problem, "kind", ""))
+
+
+def _math_grader(reward: Reward) -> Any:
+    """Imported here: graders of other problems do without sympy."""
+    from areal_hpc.reward import math_fallback
+    from areal_hpc.reward.math import MathGrader
+    from areal_hpc.reward.math_compare import Policy
+
+    policy = Policy(percent=reward.math_percent, units=reward.math_units, vectors=reward.math_vectors, intervals=reward.math_intervals, bases=reward.math_bases)
+    limit_memory()
+    math_fallback.warm_up()
+    return MathGrader(policy, statement=reward.math_answer == "statement")
+
+
+def _code_options(reward: Reward) -> Any:
+    """The options `reward.code_*`."""
+    import dataclasses
+
+    from areal_hpc.reward.code import CodeOptions
+
+    given = {item.name: getattr(reward, f"code_{item.name}") for item in dataclasses.fields(CodeOptions) if hasattr(reward, f"code_{item.name}")}
+    return CodeOptions(**given)
 
 
 def _status(value: float, extracted: str | None, truncated: bool, custom: bool) -> str:
@@ -74,8 +172,16 @@ def load_custom(name: str) -> Callable[[Problem, str], float]:
 
 
 def _configured(settings: dict[str, Any]) -> Grader:
-    data = settings["data"] | {"tasks": tuple(settings["data"]["tasks"])}
-    return Grader(load_problems(Data(**data)), settings["custom"])
+    """From the first message: the configuration's data and reward sections (data null: jobs bring their own, and no rank generates them)."""
+    step_back(beside_a_rank=settings["data"] is not None)
+    reward = Reward(**_with_tuples(settings["reward"]))
+    problems = Problems((), (), "") if settings["data"] is None else load_problems(Data(**_with_tuples(settings["data"])))
+    return Grader(problems, reward, settings["kinds"])
+
+
+def _with_tuples(section: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
 
 
 def serve(channel: Channel) -> None:
@@ -87,16 +193,25 @@ def serve(channel: Channel) -> None:
         for message in channel.receive():
             if grader is None:
                 try:
-                    grader, reply = _configured(message), {"ready": True}
+                    grader = _configured(message)
+                    reply = grader.ready
                 except ConfigError as error:
                     reply = {"config_error": str(error)}
             else:
+                limits = grader.limits(message)
+                if limits is not None:
+                    _send(channel, {"taking": message["job"], "limits": limits})
                 reply = grader.grade(message)
-            channel.send(reply)
-            while channel.has_outgoing:
-                channel.wait(None)
+            _send(channel, reply)
+
+
+def _send(channel: Channel, message: dict[str, Any]) -> None:
+    channel.send(message)
+    while channel.has_outgoing:
+        channel.wait(None)
 
 
 if __name__ == "__main__":
+    channel = adopt_parent()
     with suppress(ChannelClosedError):  # the server is done with us
-        serve(adopt_parent())
+        serve(channel)

@@ -28,10 +28,12 @@ class Status(enum.IntEnum):
     TRUNCATED = 3
     TIMEOUT = 4
     INFRA_ERROR = 5
+    HOSTILE = 6
+    GOLD_BAD = 7
 
 
-GRADED = (Status.RIGHT, Status.WRONG, Status.NO_ANSWER, Status.TRUNCATED)
-"""Statuses that come with a reward; the others are counted and never train."""
+GRADED = (Status.RIGHT, Status.WRONG, Status.NO_ANSWER, Status.TRUNCATED, Status.TIMEOUT, Status.HOSTILE)
+"""Statuses that come with a reward; the others are counted and never train. Their meaning: areal_hpc.reward.verdict.Outcome, which has the same names."""
 
 SAMPLE_DTYPE = np.dtype(
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.config import ConfigError, Data
+from areal_hpc.config import ConfigError, Data, Reward
 from areal_hpc.data.datasets import load_problems
 from areal_hpc.reward.service import RewardServerDied, RewardService
 from areal_hpc.transport.trajectory import Status
@@ -41,9 +41,9 @@ def grade_all(service, jobs, timeout_s=30.0):
     return found
 
 
-def start(data=SMALL, deadline_s=5.0, custom=""):
+def start(data=SMALL, deadline_s=5.0, custom="", **options):
     service = RewardService.start()
-    service.configure(data, deadline_s, custom)
+    service.configure(data, Reward(deadline_s=deadline_s, custom=custom, **options))
     return service
 
 
@@ -144,8 +144,8 @@ def test_a_hanging_answer_is_killed_and_the_next_ones_are_right(tmp_path):
         assert service.wait_ready(READY_S)
         jobs = [(0, 0, "fine"), (1, 0, "hang"), (2, 0, "fine"), (3, 0, f"sleep in a child {tmp_path / 'pid'}"), (4, 0, "fine"), (5, 0, "hang")]
         found = grade_all(service, jobs)
-    assert [found[i].status for i in range(6)] == [Status.RIGHT, Status.TIMEOUT] * 3
-    assert found[1].score is None and found[1].seconds == pytest.approx(0.5)
+    assert [found[i].status for i in range(6)] == [Status.RIGHT, Status.INFRA_ERROR] * 3
+    assert found[1].score is None and found[1].seconds >= 0.5
     assert not wait_until_gone({int((tmp_path / "pid").read_text())}), "the child of a killed grader lives on"
 
 
@@ -209,8 +209,8 @@ def test_close_leaves_no_process(text):
 
 def test_nothing_outlives_a_killed_rank():
     code = (
-        "import os, time; from areal_hpc.config import Data; from areal_hpc.reward.service import RewardService\n"
-        f"service = RewardService.start(); service.configure(Data(size=200), 60.0, {BY_TEXT!r}); assert service.wait_ready(60)\n"
+        "import os, time; from areal_hpc.config import Data, Reward; from areal_hpc.reward.service import RewardService\n"
+        f"service = RewardService.start(); service.configure(Data(size=200), Reward(deadline_s=60.0, custom={BY_TEXT!r})); assert service.wait_ready(60)\n"
         "service.submit(0, 0, 'hang'); print('up', flush=True); time.sleep(600)"
     )
     rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
