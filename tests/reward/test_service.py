@@ -81,7 +81,7 @@ def test_signals_to_the_whole_step_are_the_ranks_affair():
         assert grade_all(service, [(1, 0, "fine\n#### 1")])[1].score is not None
     early = RewardService.start()  # and before the child has run a line of Python
     os.kill(early._process.pid, signal.SIGUSR1)
-    early.configure(SMALL, 5.0, BY_TEXT)
+    early.configure(SMALL, Reward(custom=BY_TEXT))
     assert early.wait_ready(READY_S)
     early.close()
 
