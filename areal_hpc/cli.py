@@ -18,8 +18,9 @@ USAGE = """usage: areal-hpc COMMAND ...
 
   run RECIPE [--section.option value ...]   train; under srun or mpiexec be one rank, otherwise start the ranks here
                                             --print-config shows the result and stops, --config FILE.yaml overrides many options
-  report RUN                                tables and plots of a run, in RUN/report
-  eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set
+  report RUN                                tables, plots and saved answers of a run, in RUN/report
+  eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
+                                            --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
   grade FILE.jsonl [--reward.option ...]    rewards of gold/answer pairs or programs, one JSON object per line; - reads standard input
                                             --skip-invalid reports lines that are not JSON instead of stopping
   export CHECKPOINT DIR                     a checkpoint in Hugging Face format
@@ -136,26 +137,55 @@ def report(args: list[str]) -> int:
     path = write_report(Path(args[0]))
     print(format_summary(summary(Path(args[0]))))
     print(f"report: {path}")
+    page = path.with_name("samples.html")
+    if page.exists():
+        print(f"answers: {page}")
     return 0
 
 
+EVAL_FLAGS = {"--num-samples": "--evaluation.num-samples", "--temperature": "--evaluation.temperature"}
+"""Short names of options of `areal-hpc eval`."""
+
+
 def evaluate(args: list[str]) -> int:
-    """Accuracy of a model, a checkpoint or the final model of a run on the held-out set of a recipe (default: that of the run)."""
+    """A model, a checkpoint or the final model of a run on a packaged benchmark or the held-out set of a recipe (default: that of the run)."""
     if not args or args[0].startswith("-"):
         raise ConfigError("areal-hpc eval needs a run or model folder: areal-hpc eval RUN_OR_MODEL")
     from areal_hpc.config_io import load_yaml, parse_options
+    from areal_hpc.data import packaged
     from areal_hpc.recipes import recipe
 
     target = Path(args[0])
     base = load_yaml(str(target / "config.yaml"), recipe("laptop")) if (target / "config.yaml").exists() else recipe("laptop")
-    config = parse_options(args[1:], base, "areal-hpc eval FOLDER")
+    options, given = _take(args[1:], ("--data", "--out"))
+    name = given.get("--data", "")
+    if name:
+        base = packaged.configured(name, base)
+    options = ["=".join([EVAL_FLAGS.get(parts[0], parts[0]), *parts[1:]]) for parts in (argument.split("=", 1) for argument in options)]
+    config = parse_options(options, base, "areal-hpc eval FOLDER")
     check(config)
     from areal_hpc.validate import model_folder
 
     folder = model_folder(target)
+    rows = packaged.read(name) if name in packaged.PACKAGED else None
+    out = _new_folder(given.get("--out", ""), target)
     from areal_hpc.evaluate import evaluate_model
 
-    print(evaluate_model(config, folder))
+    try:
+        if rows is not None:
+            packaged.write(rows, out / "problems.jsonl")
+            config = packaged.with_file(config, out / "problems.jsonl")
+        found = evaluate_model(config, folder, out)
+    except ConfigError:
+        import shutil
+
+        shutil.rmtree(out)  # made above, and nothing in it is a result
+        raise
+    print(found.line)
+    print(found.table)
+    if found.left_out:
+        print(found.left_out)
+    print(f"results: {out}")
     return 0
 
 
@@ -178,6 +208,36 @@ def grade(args: list[str]) -> int:
         results.append({"status": result["status"]})
     print(summary(results), file=sys.stderr)
     return 0
+
+
+def _take(args: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(other arguments, value of each flag in `names` that is given, as `--flag VALUE` or `--flag=VALUE`)."""
+    others: list[str] = []
+    values: dict[str, str] = {}
+    rest = iter(args)
+    for argument in rest:
+        name, _, value = argument.partition("=")
+        if name not in names:
+            others.append(argument)
+            continue
+        values[name] = value or next(rest, "")
+        if not values[name] or values[name].startswith("--"):
+            raise ConfigError(f"{name} needs a value: {name} {name.removeprefix('--').upper()}")
+    return others, values
+
+
+def _new_folder(given: str, target: Path) -> Path:
+    """Where an evaluation writes: the given folder, RUN/eval/TIME for a run, runs/eval-NAME-TIME for a model. Raises ConfigError when it holds something."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    is_run = (target / "config.yaml").exists()
+    out = Path(given) if given else target / "eval" / now if is_run else Path("runs") / f"eval-{target.resolve().name}-{now}"
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists and is not empty; choose another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from error
+    return out
 
 
 def export(args: list[str]) -> int:

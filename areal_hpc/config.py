@@ -79,13 +79,17 @@ class Model:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
     path: str = ""
-    """JSON-lines file of questions and answers. Empty: reasoning-gym tasks."""
+    """File, folder or glob with problems: JSON, JSON-lines (also gzipped) or parquet; the content says which data set's format it is. Empty: reasoning-gym tasks."""
     heldout_path: str = ""
-    """JSON-lines file for evaluation. Empty: a share of the questions, chosen by the hash of their text, is held out."""
+    """Files for evaluation, named in the same ways. Empty: a share of the questions, chosen by the hash of their text, is held out."""
     heldout_fraction: float = 0.1
     """Share of distinct questions held out when no held-out file is given."""
     tasks: tuple[str, ...] = ("chain_sum",)
-    """reasoning-gym tasks, mixed in equal parts."""
+    """reasoning-gym tasks, mixed in equal parts unless task_weights says otherwise."""
+    task_weights: tuple[float, ...] = ()
+    """Shares of the tasks, in their order, in any unit (3 1 is three quarters and one). Empty: equal parts."""
+    task_options: tuple[str, ...] = ()
+    """Options of single tasks, for difficulty: TASK.OPTION=VALUE, such as gcd.max_value=50 (the names are reasoning-gym's)."""
     size: int = 20000
     """Problems generated over all tasks."""
     seed: int = 42
@@ -97,9 +101,15 @@ class Data:
     max_digits: int = 2
     """Most digits of a number in a chain_sum, products or basic_arithmetic problem."""
     suffix: str = "\n"
-    """Text put after each question to form the prompt (the small model's turn marker)."""
+    """Text put after each question to form the prompt (the small model's turn marker); in a chat template without the white space at its end."""
+    system_prompt: str = ""
+    """System message of every prompt, instead of one that the data brings; text before the question where no chat template is used."""
+    chat_template: Literal["auto", "none"] = "auto"
+    """auto: the chat template of the model's folder, if it has one; none: the question's text alone."""
     max_prompt_tokens: int = 128
-    """Longest prompt. A longer one is an error that names the problem."""
+    """Longest prompt, in tokens of the model. Problems with a longer one are counted and left out before the run."""
+    skip_invalid: bool = False
+    """Count and leave out rows that cannot be used, instead of stopping at the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,10 +278,16 @@ class Reward:
 class Evaluation:
     num_problems: int = 512
     """Held-out problems per evaluation (the first ones of the held-out set)."""
+    num_samples: int = 1
+    """k: answers sampled for each of them; above 1 an evaluation also gives pass@k and majority@k."""
     every: int = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
     temperature: float = 1.0
     """Sampling temperature of evaluations; 0 is greedy."""
+    save_samples: int = 64
+    """Held-out problems per evaluation whose answers are saved for reading, in attempt-K/samples; 0: none."""
+    save_training_groups: int = 4
+    """Groups whose answers are saved for reading, out of each of about 50 batches spread over the run; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,6 +386,19 @@ def check(config: Config) -> None:
     for task in data.tasks:
         _require(task in SAFE_TASKS, f"data.tasks: '{task}' is not one of the tasks that can be scored safely: {', '.join(SAFE_TASKS)}")
     _require(bool(data.path or data.tasks), "data.tasks is empty and no data.path is given")
+    weights = data.task_weights
+    _require(
+        not weights or len(weights) == len(data.tasks),
+        f"data.task_weights has {len(weights)} values for the {len(data.tasks)} tasks of data.tasks; give one for each task, or none",
+    )
+    for weight in weights:
+        _require(math.isfinite(weight) and weight > 0, f"data.task_weights={weight} must be finite and above zero; leave a task out of data.tasks instead")
+    for option in data.task_options:
+        task = option.partition(".")[0]
+        _require(
+            task in data.tasks and 0 < option.find(".") < option.find("=") - 1,
+            f"data.task_options: '{option}' is not TASK.OPTION=VALUE with a task of data.tasks ({', '.join(data.tasks)}), such as gcd.max_value=50",
+        )
     _require(data.min_terms <= data.max_terms, f"data.min_terms={data.min_terms} is above data.max_terms={data.max_terms}")
     steps, direct = config.model.warmstart_steps, config.model.warmstart_direct_steps
     _require(steps == 0 or direct <= steps, f"model.warmstart_direct_steps={direct} are the last of model.warmstart_steps={steps}; use at most that many")
@@ -380,6 +409,11 @@ def check(config: Config) -> None:
     _require(
         config.transport.silence_deadline_s >= 3,
         f"transport.silence_deadline_s={config.transport.silence_deadline_s:g}: signs of life come once a second; use 3 or more",
+    )
+    evaluation = config.evaluation
+    _require(
+        evaluation.num_samples == 1 or evaluation.temperature > 0,
+        f"evaluation.num_samples={evaluation.num_samples} at evaluation.temperature=0 would give equal answers; use a temperature above 0, or num_samples 1",
     )
     custom = config.reward.custom
     _require(not custom or custom.count(":") == 1, f"reward.custom={custom} must name module:function")
@@ -413,6 +447,8 @@ def _check_positive(section: str, part: object) -> None:
         "weight_decay",
         "every",
         "save_every",
+        "save_samples",
+        "save_training_groups",
         "kl_coef",
         "overlong_buffer",
         "final_lr_share",

@@ -25,12 +25,17 @@ def save_yaml(config: Config, path: Path) -> None:
 
 def as_yaml(config: Config) -> str:
     """The configuration as YAML, with what is behind each `auto` as a comment; `load_yaml` reads it back."""
-    plain = to_dict(config)
-    plain["data"]["tasks"] = list(plain["data"]["tasks"])
-    text = yaml.safe_dump(plain, sort_keys=False)
+    text = yaml.safe_dump(_lists(to_dict(config)), sort_keys=False)
     for name, value in objectives.resolved_options(config).items():  # a comment: fed back with another objective, `auto` must still mean that one's value
         text = text.replace(f"\n  {name}: auto\n", f"\n  {name}: auto  # {value}\n", 1)
     return text
+
+
+def _lists(value: Any) -> Any:
+    """With lists for tuples, which YAML does not have."""
+    if isinstance(value, dict):
+        return {key: _lists(inner) for key, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, tuple) else value
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -43,7 +43,26 @@ def smoke() -> Config:
     )
 
 
-RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__.replace("_", "-"): recipe for recipe in (laptop, smoke)}
+def mixed() -> Config:
+    """Three tasks at once with the small model of `laptop`, by weight and each at a difficulty of its own: does getting better at one cost another?"""
+    return Config(
+        recipe="mixed",
+        data=Data(
+            tasks=("chain_sum", "products", "gcd"),
+            task_weights=(2, 1, 1),
+            task_options=("chain_sum.min_terms=3", "chain_sum.max_terms=5", "products.max_terms=2", "products.max_digits=2", "gcd.max_value=99"),
+            max_digits=1,
+            max_prompt_tokens=64,
+        ),
+        generation=Generation(max_new_tokens=96, max_num_running=64),
+        staleness=Staleness(max_staleness=4),
+        train=Train(num_steps=150, batch_size=128, group_size=8, lr=5e-5, warmup_steps=10),
+        evaluation=Evaluation(num_problems=512, every=50),
+        topology=Topology(num_ranks=2),
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__.replace("_", "-"): recipe for recipe in (laptop, smoke, mixed)}
 
 
 def recipe(name: str) -> Config:

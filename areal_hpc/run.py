@@ -17,9 +17,11 @@ from areal_hpc import groups, guard, topology
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import save_yaml
 from areal_hpc.data.datasets import Problems, load_problems
+from areal_hpc.data.prompts import Prompts
 from areal_hpc.models import hf
 from areal_hpc.models.flops import attention_crossover_tokens
 from areal_hpc.models.tokenizer import Tokenizer
+from areal_hpc.observe import samples
 from areal_hpc.observe.progress import Progress
 from areal_hpc.observe.telemetry import Log, hardware
 from areal_hpc.observe.timeline import Phases
@@ -34,7 +36,9 @@ from areal_hpc.train.compose import Composer
 from areal_hpc.train.loop import Head, TrainingRank, end_run, training_loop
 from areal_hpc.train.publish import Publisher
 from areal_hpc.train.record import Recorder
+from areal_hpc.train.saved import SavedAnswers
 from areal_hpc.train.trainer import Trainer
+from areal_hpc.transport.evaluation import source_of
 from areal_hpc.transport.lanes import open_incoming, open_outgoing
 from areal_hpc.transport.messages import Mailbox
 from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
@@ -57,6 +61,7 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
         connection = groups.connect(world, config.device, config.transport.start_deadline_s)
         problems = load_problems(config.data)
         model_dir = prepare_model(config, world)
+        problems = Prompts(config.data, Tokenizer.from_folder(model_dir)).fitting(problems)
         status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
             rewards.configure(config.data, config.reward)
@@ -237,8 +242,10 @@ def open_head(
     log = Log.create(attempt_dir / "log.h5", attributes, clock=time.monotonic)
     mode = os.environ.get("AREAL_HPC_PROGRESS", "lines")
     progress = Progress(config.train.num_steps, "live" if mode == "live" else "none" if mode == "none" else "lines")
-    recorder = Recorder(config, world, log, progress, phases)
+    recorder = Recorder(config, world, log, progress, phases, SavedAnswers(config, problems, attempt_dir / samples.FOLDER))
     progress.message(f"{world.num_generation} generation + {world.num_training} training ranks")
-    repeated = f", {problems.num_duplicates} repeated questions left out" if problems.num_duplicates else ""
-    progress.message(f"{len(problems.train)} training and {len(problems.heldout)} held-out problems{repeated}")
-    return Head(config, world, mailbox, publisher, composer, recorder, stop_requested=lambda: stop.requested)
+    for line in problems.report.lines():
+        progress.message(line)
+    progress.message(f"{len(problems.train)} training and {len(problems.heldout)} held-out problems")
+    sources = [source_of(problem) for problem in problems.heldout]
+    return Head(config, world, mailbox, publisher, composer, recorder, stop_requested=lambda: stop.requested, heldout_sources=sources)

@@ -10,8 +10,9 @@ from areal_hpc.config import Config, ConfigError, num_training_ranks
 
 
 def check_inputs(config: Config) -> None:
-    """Data and model folder. Raises ConfigError: malformed data, prompt longer than allowed, missing model files."""
+    """Data and model folder. Raises ConfigError: malformed data, no prompt short enough, a chat template that refuses the prompts, missing model files."""
     from areal_hpc.data.datasets import load_problems
+    from areal_hpc.data.prompts import Prompts
     from areal_hpc.models.tokenizer import Tokenizer, build
 
     check_machine(config)
@@ -26,20 +27,13 @@ def check_inputs(config: Config) -> None:
         if config.model.warmstart_steps:
             for problem in {problem.source: problem for problem in problems.train}.values():
                 worked_solution(problem)  # raises when a task has no worked solutions to warm-start on
-        tokenizer = build(problems, config.data.suffix)
+        tokenizer = build(problems, config.data.suffix + config.data.system_prompt)
     if config.train.reference_path:
         reference = Path(config.train.reference_path)
         if not (reference / "config.json").is_file():
             raise ConfigError(f"train.reference_path={reference}: neither a Hugging Face folder nor a checkpoint (no config.json)")
         check_weight_files(reference)
-    limit = config.data.max_prompt_tokens
-    for split in (problems.train, problems.heldout):
-        for problem in split:
-            num_tokens = len(tokenizer.encode(problem.question + config.data.suffix))
-            if num_tokens > limit:
-                raise ConfigError(
-                    f"{problem.source} problem {problem.index}: its prompt has {num_tokens} tokens, data.max_prompt_tokens is {limit}; raise it or drop the problem"
-                )
+    Prompts(config.data, tokenizer).fitting(problems)
 
 
 PAGE_BYTES = 4096

@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +40,13 @@ TASK_MODULES = {
 
 TASK_OPTIONS = ("min_terms", "max_terms", "max_digits")
 """Options of config.Data that are handed to the tasks that have them."""
+
+REFUSED_OPTIONS = {
+    "seed": "use data.seed",
+    "size": "use data.size and data.task_weights",
+    "decimal_arithmetic.max_num_decimal_places": "its scorer takes the tolerance from it, and graders use the default",
+}
+"""Options that would not do what they say: why."""
 
 SCORED_BY_METADATA = frozenset({"calendar_arithmetic", "fraction_simplification", "time_intervals"})
 """Tasks whose scorer reads more of the item than its answer."""
@@ -77,15 +85,52 @@ def _task_classes(task: str) -> tuple[type, type]:
 
 
 def create_task(task: str, data: Data, size: int) -> Any:
-    """The task's generator with the options of `data` that it knows. Raises ConfigError for an unknown task or option values it refuses."""
+    """The task's generator with the options of `data` that it knows. Raises ConfigError for an unknown task, unknown options, or values it refuses."""
     dataset_class, config_class = _task_classes(task)
     known = {field.name for field in dataclasses.fields(config_class)}
     options = {name: getattr(data, name) for name in TASK_OPTIONS if name in known}
+    own = {name: value for option in data.task_options for name, value in [_own_option(option, task, config_class)] if name}
     try:
-        return dataset_class(config_class(seed=data.seed, size=size, **options))
-    except (AssertionError, ValueError) as error:
-        values = ", ".join(f"data.{name}={value}" for name, value in options.items())
+        return dataset_class(config_class(seed=data.seed, size=size, **options | own))
+    except (AssertionError, ValueError, TypeError) as error:
+        values = ", ".join([f"data.{name}={value}" for name, value in options.items() if name not in own] + [f"{task}.{n}={v}" for n, v in own.items()])
         raise ConfigError(f"data.tasks: {task} refuses {values}: {error}") from error
+
+
+def _own_option(option: str, task: str, config_class: type) -> tuple[str, Any]:
+    """(name, value) of TASK.NAME=VALUE, or an empty name if it is another task's. Raises ConfigError."""
+    path, _, text = option.partition("=")
+    owner, _, name = path.partition(".")
+    if owner != task:
+        return "", None
+    reason = REFUSED_OPTIONS.get(name) or REFUSED_OPTIONS.get(path)
+    if reason:
+        raise ConfigError(f"data.task_options: '{option}': {reason}")
+    fields = {field.name: field for field in dataclasses.fields(config_class) if field.name not in REFUSED_OPTIONS}
+    if name not in fields:
+        raise ConfigError(f"data.task_options: '{option}': {task} has no option '{name}'; it has {', '.join(fields)}")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    default = getattr(config_class(), name)
+    value = tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) if type(default) is float else type(value) is type(default)
+    if default is not None and not fits:
+        raise ConfigError(f"data.task_options: '{option}': expected {type(default).__name__}, such as {default!r}")
+    return name, value
+
+
+def turns(num_tasks: int, weights: Sequence[float], size: int) -> list[int]:
+    """Which task each of `size` problems comes from: at any length each task has its share to within one problem. Equal weights: in turn."""
+    if not weights:
+        return [index % num_tasks for index in range(size)]
+    total, counts, found = sum(weights), [0] * num_tasks, []
+    for drawn in range(1, size + 1):
+        which = max(range(num_tasks), key=lambda task: weights[task] * drawn / total - counts[task])
+        counts[which] += 1
+        found.append(which)
+    return found
 
 
 @functools.cache

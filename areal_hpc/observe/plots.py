@@ -91,10 +91,15 @@ def learning(steps: np.ndarray, evaluations: np.ndarray, path: Path) -> Path:
     reward.legend(loc="best")
     _curve(accuracy, steps["step"], 100 * steps["accuracy"], GREY, "training batch")
     if len(evaluations):
+        known = evaluations["k"] > 0  # logs of earlier versions have no ends
+        ends = [
+            np.where(known, side, evaluations["ci95"])
+            for side in (evaluations["accuracy"] - evaluations["ci_low"], evaluations["ci_high"] - evaluations["accuracy"])
+        ]
         accuracy.errorbar(
             evaluations["policy_version"],
             100 * evaluations["accuracy"],
-            yerr=100 * evaluations["ci95"],
+            yerr=100 * np.maximum(ends, 0),
             color=GREEN,
             marker="s",
             markersize=5,

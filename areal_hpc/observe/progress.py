@@ -72,9 +72,9 @@ class Progress:
         elif self._mode != "none":
             print(text, file=self._stream, flush=True)
 
-    def evaluation(self, version: int, accuracy: float, num_problems: int) -> None:
-        """Result of an evaluation on the held-out set."""
-        self.message(f"held-out accuracy {100 * accuracy:.1f} % of {num_problems} problems, version {version}")
+    def evaluation(self, version: int, accuracy: float, num_problems: int, more: str = "") -> None:
+        """Result of an evaluation on the held-out set; `more`: what to say besides."""
+        self.message(f"held-out accuracy {100 * accuracy:.1f} % of {num_problems} problems, {more + ', ' if more else ''}version {version}")
 
     def step(self, row: Mapping[str, Any]) -> None:
         """A step ended; `row` has the columns of /steps."""

@@ -2,7 +2,7 @@
 
 1. `load` joins the attempts of a run: where a later attempt repeated steps after a restart, its rows count and the earlier ones do not.
 2. `summary` reduces the tables to a few numbers; `bottleneck` puts in words which role waited for which.
-3. `write_report` writes RUN/report/: report.md, four PNG plots (see plots.py), steps.csv.
+3. `write_report` writes RUN/report/: report.md, four PNG plots (see plots.py), steps.csv, and samples.html if the run saved answers for reading.
 
 Shares of time refer to the training window of an attempt, from the start of its first step to the end of its last; starting up and the
 evaluations before and after lie outside it. The plot of all phases covers the whole attempt.
@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.config import ConfigError
+from areal_hpc.observe import samples
 from areal_hpc.observe.progress import si
 from areal_hpc.observe.schema import OUTCOMES, PHASES, ROLES, STATUSES, TABLES
 from areal_hpc.observe.telemetry import Attribute, read_attributes, read_table
 
 BUSY = {"generation": ("decode", "swap", "evaluate"), "training": ("collect", "prox", "train", "pack")}
 """Phases in which a rank of the role works; in the others it waits, starts, saves or stops."""
-STEP_OF = {"steps": "step", "trajectories": "batch", "evaluations": "step", "pushes": "version"}
+STEP_OF = {"steps": "step", "trajectories": "batch", "evaluations": "step", "evaluation_sources": "step", "pushes": "version"}
 """Column by which a table's rows belong to training steps."""
 FEW = 0.10
 """Share of time below which a wait is not called a bottleneck."""
@@ -40,6 +41,7 @@ class Run:
     steps: np.ndarray
     trajectories: np.ndarray
     evaluations: np.ndarray
+    evaluation_sources: np.ndarray
     pushes: np.ndarray
     events: np.ndarray
     timelines: list[np.ndarray]
@@ -62,7 +64,7 @@ def load(run_dir: Path) -> Run:
     attempts, attributes = [], {}
     for path in attempt_logs(run_dir):
         try:
-            attempts.append({name: read_table(path, name) for name in TABLES})
+            attempts.append({name: _read(path, name) for name in TABLES})
             attributes = read_attributes(path)
         except (OSError, KeyError) as error:
             raise ConfigError(f"{path}: not a readable log ({' '.join(str(error).split())})") from error
@@ -70,6 +72,30 @@ def load(run_dir: Path) -> Run:
     windows = [_window(attempt["steps"]) for attempt in attempts]
     events = np.concatenate([attempt["events"] for attempt in attempts])
     return Run(attributes, **joined, events=events, timelines=[attempt["timeline"] for attempt in attempts], windows=windows)
+
+
+ADDED_TABLES = ("evaluation_sources",)
+"""Tables that logs of earlier versions do not have."""
+
+
+def _read(path: Path, name: str) -> np.ndarray:
+    """The table as this version knows it: what an earlier version did not write is not a number, 0 or empty. Raises OSError, KeyError."""
+    dtype = TABLES[name].dtype
+    try:
+        rows = read_table(path, name)
+    except KeyError:
+        if name in ADDED_TABLES:
+            return np.zeros(0, dtype)
+        raise
+    if rows.dtype.names == dtype.names:
+        return rows
+    out = np.zeros(len(rows), dtype)
+    for column in TABLES[name].column_names:
+        if column in (rows.dtype.names or ()):
+            out[column] = rows[column]
+        elif dtype[column].kind == "f":
+            out[column] = math.nan
+    return out
 
 
 def _join(attempts: list[dict[str, np.ndarray]], table: str, column: str) -> np.ndarray:
@@ -167,6 +193,9 @@ def _summary(run: Run) -> dict[str, Any]:
     for when, rows in (("before", ordered[:1]), ("after", ordered[1:][-1:])):
         result[f"accuracy_{when}"] = float(rows["accuracy"][0]) if len(rows) else None
         result[f"accuracy_{when}_ci95"] = float(rows["ci95"][0]) if len(rows) else None
+    result["k"] = int(ordered["k"][-1]) if len(ordered) else None
+    for name in ("pass_k", "majority_k"):
+        result[name] = float(ordered[name][-1]) if len(ordered) and ordered["k"][-1] > 1 else None
     result["num_problems"] = int(ordered["num_problems"][-1]) if len(ordered) else None
     some, weights = len(steps) > 0, steps["trajectories"]
     result["tokens"] = int(steps["tokens"].sum())
@@ -194,10 +223,12 @@ def format_summary(summary: dict[str, Any]) -> str:
     after_ci95 = summary["accuracy_after_ci95"]
     interval = "" if after_ci95 is None else f" (+- {100 * after_ci95:.1f})"
     bound = "inf" if summary["staleness_bound"] == -1 else number(summary["staleness_bound"])
+    several = "" if summary["pass_k"] is None else f"; {summary['k']} answers each, pass@{summary['k']} {percent(summary['pass_k'])}"
     attempts = f" in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
     lost = ", ".join(f"{summary[name]} {name}" for name in ("failed", "dropped", "masked"))
+    before_after = f"{percent(summary['accuracy_before'])} -> {percent(summary['accuracy_after'])}{interval}"
     lines = {
-        "accuracy": f"{percent(summary['accuracy_before'])} -> {percent(summary['accuracy_after'])}{interval} of {summary['num_problems'] or 0} held-out problems",
+        "accuracy": f"{before_after} of {summary['num_problems'] or 0} held-out problems{several}",
         "throughput": f"{number(summary['tokens_per_s_median'])} tokens/s (median step), {number(summary['tokens'])} tokens trained",
         "staleness": f"mean {number(summary['staleness_mean'])}, max {number(summary['staleness_max'])}, bound {bound} versions",
         "busy": f"generation {percent(summary['generation_busy'])}, training {percent(summary['training_busy'])} "
@@ -226,12 +257,16 @@ def write_report(run_dir: Path) -> Path:
         pictures.append(plots.throughput(run.steps, folder / "throughput.png"))
     if wall_time(run) > 0:
         pictures.append(plots.time_of_ranks(rank_seconds(run, whole=True), roles(run), wall_time(run), folder / "time.png"))
+    try:
+        num_samples = samples.write_page(run_dir, folder / "samples.html", f"Answers of run {run_dir.resolve().name}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     report = folder / "report.md"
-    report.write_text(markdown(run_dir.resolve().name, run, pictures))
+    report.write_text(markdown(run_dir.resolve().name, run, pictures, num_samples))
     return report
 
 
-def markdown(name: str, run: Run, pictures: list[Path]) -> str:
+def markdown(name: str, run: Run, pictures: list[Path], num_samples: int = 0) -> str:
     """The text of report.md for the run `name`."""
     numbers = _summary(run)
     lines = [f"# Run {name}", "", f"The run was {numbers['bottleneck']}" if numbers["steps"] else f"In this run {numbers['bottleneck']}", ""]
@@ -240,7 +275,8 @@ def markdown(name: str, run: Run, pictures: list[Path]) -> str:
         excess = f"Some trajectories were older than eta = {numbers['staleness_bound']}"
         lines += [f"{excess}: staleness mode `count` bounds how many are under way, not the age of each.", ""]
     lines += [f"![{path.stem}]({path.name})\n" for path in pictures]
-    lines += _evaluation_table(run) + _time_table(run) + _outcome_table(run) + _event_list(run)
+    lines += [f"[{num_samples} answers to read](samples.html), with prompts, verdicts and rewards.", ""] if num_samples else []
+    lines += _evaluation_table(run) + _source_table(run) + _time_table(run) + _outcome_table(run) + _event_list(run)
     shown = ("cpu_model", "cores", "package_version", "schema_version", "fingerprint")
     hardware = ", ".join(f"{key} {run.attributes[key]}" for key in shown if key in run.attributes)
     lines += ["## Where it ran", "", hardware, "", "## Configuration", "", "```yaml", str(run.attributes.get("config", "")).strip(), "```", ""]
@@ -255,10 +291,32 @@ def _table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _evaluation_table(run: Run) -> list[str]:
-    header = ["version", "held-out accuracy (95 % interval)", "problems", "tokens per answer", "seconds"]
-    columns = ["policy_version", "accuracy", "ci95", "num_problems", "answer_tokens_mean", "seconds"]
-    rows = [[f"{v}", f"{100 * a:.1f} +- {100 * c:.1f} %", f"{n}", f"{tokens:.1f}", f"{s:.1f}"] for v, a, c, n, tokens, s in run.evaluations[columns].tolist()]
+    evaluations = run.evaluations
+    many = ["pass@k", "majority@k"] if (evaluations["k"] > 1).any() else []
+    header = ["version", "held-out accuracy (95 % interval)", *many, "problems", "answers to each", "tokens per answer", "seconds"]
+    rows = [[str(row["policy_version"]), *_result_cells(row, bool(many)), f"{row['seconds']:.1f}"] for row in evaluations]
     return _table("Evaluations", header, rows)
+
+
+def _source_table(run: Run) -> list[str]:
+    """By source, of the last evaluation that has several."""
+    sources = run.evaluation_sources
+    versions, counts = np.unique(sources["policy_version"], return_counts=True)
+    if not (counts > 1).any():
+        return []
+    version = versions[counts > 1].max()
+    last = sources[sources["policy_version"] == version]
+    many = ["pass@k", "majority@k"] if (last["k"] > 1).any() else []
+    header = ["source", "held-out accuracy (95 % interval)", *many, "problems", "answers to each", "tokens per answer"]
+    rows = [[row["source"].decode().replace("|", "\\|"), *_result_cells(row, bool(many))] for row in last]
+    return _table(f"Evaluation of version {version} by source", header, rows)
+
+
+def _result_cells(row: np.void, many: bool) -> list[str]:
+    known, accuracy = row["k"] > 0, 100 * row["accuracy"]
+    between = f"{100 * row['ci_low']:.1f} to {100 * row['ci_high']:.1f}" if known else f"+- {100 * row['ci95']:.1f}"
+    numbers = [f"{100 * row[name]:.1f} %" if math.isfinite(row[name]) else "-" for name in ("pass_k", "majority_k")] if many else []
+    return [f"{accuracy:.1f} % ({between})", *numbers, str(row["num_problems"]), str(row["k"]) if known else "1", f"{row['answer_tokens_mean']:.1f}"]
 
 
 def _time_table(run: Run) -> list[str]:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +186,32 @@ def _trajectories() -> Table:
     )
 
 
+def _result_columns() -> tuple[Column, ...]:
+    """What an evaluation found, over all problems or those of one source (transport/evaluation.py; formulas: metrics.py)."""
+    c = Column
+    return (
+        c("num_problems", "<i4", "1", "held-out problems"),
+        c("k", "<i4", "1", "answers to each problem"),
+        c("correct", "<i4", "1", "answers graded right; what could not be graded counts as wrong"),
+        c("accuracy", "<f8", "1", "avg@k: correct / (num_problems * k)"),
+        c("ci95", "<f8", "1", "half width of the 95 % interval of the accuracy"),
+        c("ci_low", "<f8", "1", "lower end of that interval: Wilson's at the effective number of answers, since those to one problem are not independent"),
+        c("ci_high", "<f8", "1", "upper end"),
+        c("pass_k", "<f8", "1", "pass@k: share of problems with a right answer among their k"),
+        c(
+            "majority_k",
+            "<f8",
+            "1",
+            "majority@k: share of problems whose most frequent answer is right; a tie counts with its share, a missing answer has no vote; "
+            "not a number where answers cannot be compared (programs)",
+        ),
+        c("answer_tokens_mean", "<f8", "token", "mean answer length"),
+        c("truncated", "<i4", "1", "answers cut at the length limit before they were complete"),
+        c("no_answer", "<i4", "1", "answers without a marked result"),
+        c("ungraded", "<i4", "1", "answers that could not be graded"),
+    )
+
+
 def _small_tables() -> tuple[Table, ...]:
     c = Column
     return (
@@ -207,13 +234,20 @@ def _small_tables() -> tuple[Table, ...]:
             (
                 c("policy_version", "<i4", "version", "version evaluated"),
                 c("step", "<i4", "1", "training steps finished when the evaluation began"),
-                c("num_problems", "<i4", "1", "held-out problems"),
-                c("correct", "<i4", "1", "problems answered right"),
-                c("accuracy", "<f8", "1", "correct / num_problems"),
-                c("ci95", "<f8", "1", "half width of the 95 % confidence interval of the accuracy"),
-                c("answer_tokens_mean", "<f8", "token", "mean answer length"),
+                *_result_columns(),
                 c("seconds", "<f8", "s", "duration"),
                 c("temperature", "<f8", "1", "sampling temperature; 0: greedy"),
+            ),
+        ),
+        Table(
+            "evaluation_sources",
+            "one row per evaluation and source of problems",
+            64,
+            (
+                c("policy_version", "<i4", "version", "version evaluated"),
+                c("step", "<i4", "1", "training steps finished when the evaluation began"),
+                c("source", "S64", "text", "source of the problems (UTF-8); a longer name ends in ... and 8 digits that tell it from others"),
+                *_result_columns(),
             ),
         ),
         Table(
@@ -338,6 +372,14 @@ def split_utf8(text: str, width_bytes: int) -> list[str]:
         part.append(character)
         used += size
     return [*parts, "".join(part)]
+
+
+def fitting(table: str, column: str, text: str) -> str:
+    """`text` if the column can hold it, else its beginning, "..." and 8 hexadecimal digits of its hash."""
+    width, data = table_of(table).dtype[column].itemsize, text.encode("utf-8", "backslashreplace")
+    if len(data) <= width:
+        return data.decode()
+    return f"{data[: width - 11].decode(errors='ignore')}...{hashlib.sha256(data).hexdigest()[:8]}"
 
 
 def _exact(table: Table, column: Column, values: Any) -> np.ndarray:

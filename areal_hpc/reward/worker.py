@@ -51,10 +51,10 @@ class Grader:
         message: dict[str, Any]
         try:
             if self._custom is None and kind == "math":
-                gold = job["gold"] if problem is None else problem.answer
+                gold = job["gold"] if problem is None else list(problem.accepted)
                 message = self._by_math(gold, job["text"], job["truncated"])
             elif self._custom is None and kind == "code":
-                tests = job["tests"] if problem is None else getattr(problem, "tests", None)
+                tests = job["tests"] if problem is None else problem.tests
                 message = self._by_tests(tests, job["text"], job["truncated"])
             else:
                 assert problem is not None
@@ -124,8 +124,8 @@ def _message(graded: Graded) -> dict[str, Any]:
 
 
 def _kind(problem: Problem) -> str:
-    """math, code, or empty: by the rule of its source."""
-    return str(getattr(problem, "kind", ""))
+    """math, code, or rg: by the scorer of its reasoning-gym task."""
+    return problem.kind
 
 
 def _math_grader(reward: Reward) -> Any:

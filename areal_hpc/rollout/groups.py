@@ -10,6 +10,7 @@ import numpy as np
 from areal_hpc.config import Reward
 from areal_hpc.reward.service import Verdict
 from areal_hpc.rollout.engines.base import Completion
+from areal_hpc.transport.samples import AnswerText
 from areal_hpc.transport.trajectory import GRADED, Group, Status, Trajectory
 
 
@@ -27,11 +28,31 @@ class GroupInProgress:
     """sample -> (completion, time it finished)."""
     verdicts: dict[int, tuple[Verdict, float]] = field(default_factory=dict)
     """sample -> (verdict, time it came)."""
+    texts: dict[int, str] = field(default_factory=dict)
+    """sample -> answer; only of a group that is saved for reading."""
 
     @property
     def complete(self) -> bool:
         """Every sample is graded, or could not be."""
         return len(self.verdicts) == self.size
+
+    def saved_answers(self) -> list[AnswerText]:
+        """The answers as texts, if this group is saved for reading."""
+        return [self._answer_text(sample, self.texts[sample]) for sample in sorted(self.texts)]
+
+    def _answer_text(self, sample: int, text: str) -> AnswerText:
+        (completion, _), (verdict, _) = self.completions[sample], self.verdicts[sample]
+        versions_R = completion.versions_R
+        return AnswerText.of(
+            self.problem_index,
+            sample,
+            text,
+            verdict.extracted,
+            verdict.status,
+            verdict.score,
+            tokens=len(completion.tokens_R),
+            versions=(int(versions_R.min()), int(versions_R.max())),
+        )
 
     def to_group(self, reward: Reward) -> Group:
         """The finished group; samples without a grade keep reward NaN and never train."""

@@ -1,7 +1,7 @@
 """The loop of a generation rank: lease tickets, decode, grade, push into the ring; take new weights between two steps.
 
 consumes        ticket leases (generation rank 0), new weights (all training ranks), verdicts (its reward service)
-produces        groups in its ring lane; STARTED, CONFIRM, SWAPPED, EVALUATED and OBSERVED messages
+produces        groups in its ring lane; STARTED, CONFIRM, SWAPPED, EVALUATED, SAMPLES and OBSERVED messages
 waits for       the gate (no ticket may start) or a full ring; never for a busy trainer
 unblocked by    a raised ticket limit; the training rank that empties the lane
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from areal_hpc.config import Config
 from areal_hpc.data.datasets import Problems
+from areal_hpc.data.prompts import Prompts
 from areal_hpc.data.tickets import Tickets
 from areal_hpc.models.tokenizer import Tokenizer
 from areal_hpc.observe.memory import resident_bytes
@@ -21,12 +22,13 @@ from areal_hpc.observe.timeline import Phases
 from areal_hpc.reward.service import RewardService, Verdict
 from areal_hpc.rollout.engines.base import Completion, Engine, Request
 from areal_hpc.rollout.engines.sampling import stream_key
-from areal_hpc.rollout.evaluate import EVALUATION_IDS, EvaluationInProgress, evaluation_request
+from areal_hpc.rollout.evaluate import EVALUATION_IDS, EvaluationInProgress, evaluation_requests
 from areal_hpc.rollout.groups import GroupInProgress
 from areal_hpc.rollout.leases import Dispatcher, Leases
 from areal_hpc.topology import World
 from areal_hpc.transport.lanes import Outgoing
 from areal_hpc.transport.messages import Mailbox, Message, Tag
+from areal_hpc.transport.samples import is_saved, pieces
 from areal_hpc.transport.trajectory import GRADED, Group, Status, group_bytes, write_group
 from areal_hpc.transport.weights import Receiver
 
@@ -64,6 +66,7 @@ class RolloutWorker:
     leases: Leases = field(init=False)
     dispatcher: Dispatcher = field(default_factory=Dispatcher)
     _tickets: Tickets = field(init=False)
+    _prompts: Prompts = field(init=False)
     _unreported: list[int] = field(default_factory=list)
     _graded: Counter[Status] = field(default_factory=Counter)
     _reported_at: float = 0.0
@@ -71,6 +74,7 @@ class RolloutWorker:
     def __post_init__(self) -> None:
         self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0)
         self._tickets = Tickets(len(self.problems.train), self.config.seed)
+        self._prompts = Prompts(self.config.data, self.tokenizer)
 
     @property
     def trainer(self) -> int:
@@ -181,7 +185,7 @@ class RolloutWorker:
     def _admit(self, ticket: int) -> None:
         index = self._tickets.problem_index(ticket)
         size = self.config.train.group_size
-        prompt_P = self.tokenizer.encode(self.problems.train[index].question + self.config.data.suffix)
+        prompt_P = self._prompts.tokens(self.problems.train[index])
         self.groups[ticket] = GroupInProgress(ticket, index, prompt_P, size)
         self.lane.producer.begin(ticket)
         self._unreported.append(ticket)
@@ -224,16 +228,17 @@ class RolloutWorker:
         truncated = completion.finish == "length"
         if completion.request_id >= EVALUATION_IDS:
             assert self.evaluation is not None
-            index = completion.request_id - EVALUATION_IDS
-            self.evaluation.tokens[index] = len(completion.tokens_R)
-            self.rewards.submit(completion.request_id, index, text, truncated=truncated, split="heldout")
+            index = self.evaluation.finished(completion.request_id, completion.tokens_R, text)
+            self.rewards.submit(completion.request_id, self.problems.position("heldout", index), text, truncated=truncated, split="heldout")
             return
         ticket, sample = divmod(completion.request_id, self.config.train.group_size)
         group = self.groups[ticket]
         if group.start_version is None:
             self._report_start(group, int(completion.versions_R[0]))
         group.completions[sample] = (completion, time.monotonic())
-        self.rewards.submit(completion.request_id, group.problem_index, text, truncated=truncated)
+        if is_saved(ticket, self.config):
+            group.texts[sample] = text
+        self.rewards.submit(completion.request_id, self.problems.position("train", group.problem_index), text, truncated=truncated)
 
     def _report_starts(self) -> None:
         """Tell training rank 0 the start version of groups whose first sample has a token (FIFO: sample 0 starts first)."""
@@ -266,6 +271,8 @@ class RolloutWorker:
                 continue
             group.verdicts[sample] = (verdict, time.monotonic())
             if group.complete:
+                for piece in pieces("training", ticket, group.saved_answers()):
+                    self.mailbox.post(self.trainer, Tag.SAMPLES, piece)
                 self.outbox.append(self.groups.pop(ticket).to_group(self.config.reward))
         self._check_failure_rate()
 
@@ -302,18 +309,20 @@ class RolloutWorker:
     def _begin_evaluation(self, version: int) -> None:
         held_out = self.problems.heldout[: self.config.evaluation.num_problems]
         mine = list(range(self.world.role_rank, len(held_out), self.world.num_generation))
-        self.evaluation = EvaluationInProgress(version, mine)
+        self.evaluation = EvaluationInProgress.of(self.config, version, mine)
         for index in mine:
-            self.engine.add([evaluation_request(self.config, held_out[index], index, self.tokenizer)])
+            self.engine.add(evaluation_requests(self.config, held_out[index], index, self._prompts))
         self._finish_evaluation()  # a rank without a share reports at once
 
     def _collect_evaluation(self, verdict: Verdict) -> None:
         assert self.evaluation is not None
-        self.evaluation.verdicts[verdict.job_id - EVALUATION_IDS] = verdict
+        self.evaluation.graded(verdict, self.problems.heldout)
         self._finish_evaluation()
 
     def _finish_evaluation(self) -> None:
         if self.evaluation is not None and self.evaluation.complete:
+            for piece in pieces("evaluation", self.evaluation.version, self.evaluation.saved_answers()):
+                self.mailbox.post(self.trainer, Tag.SAMPLES, piece)
             self.mailbox.post(self.trainer, Tag.EVALUATED, self.evaluation.share())
             self.evaluation = None
 

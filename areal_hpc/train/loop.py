@@ -1,6 +1,6 @@
 """The loop of a training rank: wait for a batch, collect it, train on it, publish the new version.
 
-consumes        groups from its ring lanes; on training rank 0 also CONFIRM, SWAPPED, STARTED, EVALUATED, OBSERVED and ARRIVED messages
+consumes        groups from its ring lanes; on training rank 0 also CONFIRM, SWAPPED, STARTED, EVALUATED, SAMPLES, OBSERVED and ARRIVED messages
 produces        policy versions; on training rank 0 the plan of each batch, the ticket limit, the log
 waits for       a complete batch (no collective is open meanwhile); before each push, the confirmation of the one before
 unblocked by    the rings of the generation ranks; generation ranks that confirm
@@ -9,7 +9,7 @@ unblocked by    the rings of the generation ranks; generation ranks that confirm
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from areal_hpc.config import Config
@@ -40,6 +40,8 @@ class Head:
     composer: Composer
     recorder: Recorder
     stop_requested: Callable[[], bool]
+    heldout_sources: Sequence[str] = ()
+    """Source of each held-out problem."""
     groups: list[Arrival] = field(default_factory=list)
     """Groups of the batch that is being trained."""
     _shares: dict[int, list[Share]] = field(default_factory=dict)
@@ -73,6 +75,9 @@ class Head:
             self.composer.ledger.start(*message.body)
         elif message.tag == Tag.EVALUATED:
             self._evaluated(message.body)
+        elif message.tag == Tag.SAMPLES:
+            if self.recorder.saved is not None:
+                self.recorder.saved.receive(message.body)
         elif message.tag == Tag.OBSERVED:
             self.recorder.observed(message)
         else:
@@ -82,7 +87,7 @@ class Head:
         shares = self._shares[share.version]
         shares.append(share)
         if len(shares) == self.world.num_generation:
-            self.recorder.evaluation(summarise([s for s in shares if len(s.problem_Q)]))
+            self.recorder.evaluation(summarise(shares, self.heldout_sources))
             del self._shares[share.version]
 
     @property
@@ -287,8 +292,10 @@ def end_run(rank: TrainingRank, *, finished: bool) -> dict:
     rank.report(final=True)
     head.recorder.log.append("timeline", rank.phases.drain())
     accuracies = [e.accuracy for e in head.recorder.evaluations]
+    groups = head.recorder.account(head.composer)
+    head.recorder.finish_samples()
     return {
-        "groups": head.recorder.account(head.composer),
+        "groups": groups,
         "accuracy_before": accuracies[0] if accuracies else None,
         "accuracy_after": accuracies[-1] if accuracies else None,
         "tokens_trained": head.recorder.tokens_trained,

@@ -16,7 +16,7 @@ import numpy as np
 from areal_hpc.config import Config
 from areal_hpc.observe.memory import resident_bytes
 from areal_hpc.observe.progress import Progress
-from areal_hpc.observe.schema import OUTCOMES
+from areal_hpc.observe.schema import OUTCOMES, fitting
 from areal_hpc.observe.telemetry import Log
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.topology import World
@@ -24,7 +24,8 @@ from areal_hpc.train.collect import Arrival
 from areal_hpc.train.compose import Composer, Plan
 from areal_hpc.train.diagnostics import BatchStats
 from areal_hpc.train.publish import Push
-from areal_hpc.transport.evaluation import Evaluation
+from areal_hpc.train.saved import SavedAnswers
+from areal_hpc.transport.evaluation import Evaluation, Result
 from areal_hpc.transport.messages import Message
 from areal_hpc.transport.trajectory import GRADED, Status
 
@@ -40,6 +41,8 @@ class Recorder:
     log: Log
     progress: Progress
     phases: Phases
+    saved: SavedAnswers | None = None
+    """Answers saved for reading."""
     tokens_trained: int = 0
     evaluations: list[Evaluation] = field(default_factory=list)
     finals: dict[int, Counter[str]] = field(default_factory=dict)
@@ -158,8 +161,13 @@ class Recorder:
             row["outcome"] = OUTCOMES.index("trained" if not masked else "masked" if graded else "failed")
             row["advantage"] = float(plan.advantage_S[k]) if not masked else float("nan")
         rows += self._rejected_rows(step, plan.policy_version, rejected)
-        self.log.append("trajectories", rows)
+        self._append_trajectories(rows)
         return Counter(OUTCOMES[row["outcome"]] for row in rows)
+
+    def _append_trajectories(self, rows: list[dict[str, Any]]) -> None:
+        self.log.append("trajectories", rows)
+        if self.saved is not None:
+            self.saved.closed(rows)
 
     def _rejected_rows(self, step: int, version: int, rejected: list[tuple[Arrival, str]]) -> list[dict[str, Any]]:
         rows = []
@@ -190,19 +198,22 @@ class Recorder:
     def evaluation(self, evaluation: Evaluation) -> None:
         """All shares of an evaluation are here."""
         self.evaluations.append(evaluation)
-        row = {
-            "policy_version": evaluation.version,
-            "step": evaluation.version,
-            "num_problems": evaluation.num_problems,
-            "correct": evaluation.correct,
-            "accuracy": evaluation.accuracy,
-            "ci95": evaluation.ci95,
-            "answer_tokens_mean": evaluation.answer_tokens_mean,
-            "seconds": evaluation.seconds,
-            "temperature": self.config.evaluation.temperature,
-        }
-        self.log.append("evaluations", row)
-        self.progress.evaluation(evaluation.version, evaluation.accuracy, evaluation.num_problems)
+        when = {"policy_version": evaluation.version, "step": evaluation.version}
+        rest = {"seconds": evaluation.seconds, "temperature": self.config.evaluation.temperature}
+        self.log.append("evaluations", when | _numbers(evaluation.total) | rest)
+        rows = [when | {"source": fitting("evaluation_sources", "source", result.source)} | _numbers(result) for result in evaluation.sources]
+        self.log.append("evaluation_sources", rows)
+        if self.saved is not None:
+            self.saved.evaluated(evaluation.version)
+        total = evaluation.total
+        self.progress.evaluation(evaluation.version, total.accuracy, total.num_problems, f"pass@{total.k} {100 * total.pass_k:.1f} %" if total.k > 1 else "")
+
+    def finish_samples(self) -> None:
+        """Say what became of the answers saved for reading."""
+        if self.saved is not None:
+            self.log.event(self.world.world_rank, "samples", self.saved.finish())
+            if self.saved.num_lost:
+                self.progress.message(f"warning: {self.saved.finish()}")
 
     def observed(self, message: Message) -> None:
         """Phases and counters of another rank."""
@@ -243,6 +254,12 @@ class Recorder:
         ):
             raise RuntimeError(f"groups do not add up: {found}, {composer.num_arrived} arrived")
         version = ledger.policy_version
-        self.log.append("trajectories", self._rejected_rows(version, version, composer.take_rejected()))  # closed after the last step
+        self._append_trajectories(self._rejected_rows(version, version, composer.take_rejected()))  # closed after the last step
         self.log.event(self.world.world_rank, "accounting", " ".join(f"{name}={count}" for name, count in found.items()))
         return found
+
+
+def _numbers(result: Result) -> dict[str, Any]:
+    """Columns that /evaluations and /evaluation_sources share."""
+    names = ("num_problems", "k", "correct", "accuracy", "ci95", "ci_low", "ci_high", "pass_k", "majority_k", "answer_tokens_mean")
+    return {name: getattr(result, name) for name in (*names, "truncated", "no_answer", "ungraded")}

@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,9 @@ import torch
 
 import areal_hpc
 from areal_hpc.config import Data, Model
-from areal_hpc.data import worked
+from areal_hpc.data import files, worked
 from areal_hpc.data.datasets import GOLD_MARKER, Problem, load_problems
+from areal_hpc.data.prompts import Prompts
 from areal_hpc.models import hf, tokenizer
 from areal_hpc.models.decoder import Decoder, DecoderConfig, Packed
 
@@ -52,7 +54,8 @@ def cached_model(model: Model, data: Data, cache_dir: Path, num_threads: int | N
 
     Two processes may race: each builds its own, the first rename wins, the loser discards its copy. Raises ConfigError for data without worked solutions.
     """
-    folder = cache_dir / f"{data.tasks[0] if not data.path else Path(data.path).stem}-{cache_key(model, data)[:16]}"
+    name = re.sub(r"[^\w.-]+", "_", Path(data.path).stem) if data.path else data.tasks[0]  # a glob has characters that names of folders should not have
+    folder = cache_dir / f"{name}-{cache_key(model, data)[:16]}"
     cache_dir.mkdir(parents=True, exist_ok=True)
     if not folder.is_dir():
         print(f"building the small model: {model.warmstart_steps} supervised steps, a minute or two; kept in {folder}", flush=True)
@@ -78,11 +81,13 @@ def spare_threads() -> int:
 def cache_key(model: Model, data: Data) -> str:
     """SHA-256 (hexadecimal) of the settings, the content of data files, and the code that turns them into weights (versions, and the sources that shape it)."""
     sources = (__file__, worked.__file__, tokenizer.__file__)
+    given = {"data.path": data.path, "data.heldout_path": data.heldout_path}
+    tables = [table for option, path in given.items() if path for table in files.find(option, path)[0]]
     settings = {
         "model": {key: value for key, value in dataclasses.asdict(model).items() if key not in ("path", "dtype")},
         "data": dataclasses.asdict(data),
         "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
-        "files": [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in (data.path, data.heldout_path) if path],
+        "files": [hashlib.sha256(table.path.read_bytes()).hexdigest() for table in tables],
         "versions": [areal_hpc.__version__, importlib.metadata.version("reasoning-gym"), torch.__version__],
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -91,11 +96,12 @@ def cache_key(model: Model, data: Data) -> str:
 def warmstart(model: Model, data: Data, folder: Path, num_threads: int = 1) -> None:
     """Build, train and write the model. Same settings, same machine, same threads: same bits. Raises ConfigError for data without worked solutions."""
     problems = load_problems(data)
-    tokens = tokenizer.build(problems, data.suffix)
+    tokens = tokenizer.build(problems, data.suffix + data.system_prompt)
+    prompts = Prompts(data, tokens)
     decoder = hf.build_random(decoder_config(model, tokens), model.warmstart_seed)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    supervise(decoder, _batches(problems.train, tokens, data.suffix, model), model)
+    supervise(decoder, _batches(prompts.fitting(problems).train, tokens, prompts, model), model)
     torch.set_num_threads(threads_before)
     hf.save(folder, decoder.config.to_hf(), decoder.named_parameters(), tokens.files)
 
@@ -120,15 +126,15 @@ def decoder_config(model: Model, tokens: tokenizer.Tokenizer) -> DecoderConfig:
     )
 
 
-def example(problem: Problem, tokens: tokenizer.Tokenizer, suffix: str, *, with_steps: bool) -> tuple[np.ndarray, int]:
+def example(problem: Problem, tokens: tokenizer.Tokenizer, prompts: Prompts, *, with_steps: bool) -> tuple[np.ndarray, int]:
     """(prompt, solution and end token as one int32 array, length of the prompt). Without steps the solution is the answer alone."""
-    prompt_P = tokens.encode(problem.question + suffix)
+    prompt_P = prompts.tokens(problem)
     solution = worked.worked_solution(problem) if with_steps else f"{GOLD_MARKER}{problem.answer}"
     solution_R = tokens.encode(solution, add_special_tokens=False)
     return np.concatenate([prompt_P, solution_R, [tokens.eos_token_id]]).astype(np.int32), len(prompt_P)
 
 
-def _batches(problems: Sequence[Problem], tokens: tokenizer.Tokenizer, suffix: str, model: Model) -> Iterator[Packed]:
+def _batches(problems: Sequence[Problem], tokens: tokenizer.Tokenizer, prompts: Prompts, model: Model) -> Iterator[Packed]:
     """One batch a step; each problem once before any comes again."""
     rng, order = np.random.default_rng(model.warmstart_seed), np.zeros(0, np.int64)
     for step in range(model.warmstart_steps):
@@ -137,7 +143,7 @@ def _batches(problems: Sequence[Problem], tokens: tokenizer.Tokenizer, suffix: s
         chosen, order = order[: model.warmstart_batch_size], order[model.warmstart_batch_size :]
         direct = step >= model.warmstart_steps - model.warmstart_direct_steps
         with_steps = rng.random(len(chosen)) >= (DIRECT_SHARE if direct else 0)
-        examples = [example(problems[k], tokens, suffix, with_steps=bool(steps)) for k, steps in zip(chosen, with_steps, strict=True)]
+        examples = [example(problems[k], tokens, prompts, with_steps=bool(steps)) for k, steps in zip(chosen, with_steps, strict=True)]
         sequences, prompt_lengths = zip(*examples, strict=True)
         yield Packed.build(sequences, prompt_lengths)
 

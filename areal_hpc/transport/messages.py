@@ -10,6 +10,7 @@ Who sends what to whom (payload in brackets; G0 and T0 are generation and traini
     CONFIRM    generation -> T0          a version is received and its checksums are right [version, seconds to receive]
     SWAPPED    generation -> T0          a version is in use [version, pause in seconds]
     EVALUATED  generation -> T0          its share of an evaluation [Share]
+    SAMPLES    generation -> T0          answers saved for reading; those of an evaluation before its share [Piece]
     OBSERVED   any -> T0                 phases and counters [dict of arrays]
     ARRIVED    training -> T0            sample tables of groups taken from the ring [list of Arrival]
     PLAN       T0 -> training            the next batch [plan and rejected tickets; None: still being composed]
@@ -42,6 +43,7 @@ class Tag(enum.IntEnum):
     ARRIVED = 10
     PLAN = 11
     STOP = 12
+    SAMPLES = 13
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -109,6 +110,37 @@ def test_report_folder(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5]
     assert [float(row["reward_mean"]) for row in rows] == load(tmp_path).steps["reward_mean"].tolist()
+
+
+def test_several_answers_and_sources(tmp_path: Path) -> None:
+    (tmp_path / "attempt-1").mkdir()
+    log = Log.create(tmp_path / "attempt-1" / "log.h5", {})
+    found = {"num_problems": 8, "k": 4, "correct": 8, "accuracy": 0.25, "ci95": 0.2, "ci_low": 0.1, "ci_high": 0.5, "pass_k": 0.75, "answer_tokens_mean": 9.5}
+    for version in (0, 5):
+        log.append("evaluations", synthetic.row_of("evaluations", policy_version=version, step=version, majority_k=np.nan, **found))
+        for source in ("a|b", "c"):
+            row = synthetic.row_of("evaluation_sources", policy_version=version, step=version, source=source, majority_k=0.5, **found)
+            log.append("evaluation_sources", row)
+    log.close()
+    text = write_report(tmp_path).read_text()
+    assert "4 answers each, pass@4 75.0 %" in text
+    assert "| 5 | 25.0 % (10.0 to 50.0) | 75.0 % | - | 8 | 4 | 9.5 |" in text
+    assert "## Evaluation of version 5 by source" in text and "| a\\|b | 25.0 % (10.0 to 50.0) | 75.0 % | 50.0 % | 8 | 4 | 9.5 |" in text
+
+
+def test_log_of_an_earlier_version(tmp_path: Path) -> None:
+    """Without the table and the columns that came later: its numbers as they were."""
+    path = write_attempt(tmp_path, 0, Shape(last_step=5))
+    added = {"k", "ci_low", "ci_high", "pass_k", "majority_k", "truncated", "no_answer", "ungraded"}
+    with h5py.File(path, "r", locking=False) as new, h5py.File(path.with_name("old.h5"), "w", libver=("v110", "v110")) as old:
+        old.attrs.update(new.attrs)
+        for name in new:
+            if name != "evaluation_sources":
+                rows = new[name][:]
+                old.create_dataset(name, data=rows[[column for column in rows.dtype.names if name != "evaluations" or column not in added]])
+    path.with_name("old.h5").replace(path)
+    assert summary(tmp_path)["pass_k"] is None
+    assert "| 5 | 54.1 % (+- 4.3) | 512 | 1 | 40.0 | 5.0 |" in write_report(tmp_path).read_text()
 
 
 def test_run_that_died_before_its_first_step(tmp_path: Path) -> None:

@@ -6,13 +6,18 @@ import math
 
 import numpy as np
 
-from areal_hpc.config import Config, Train
+from areal_hpc.config import Config, Evaluation, Train
+from areal_hpc.data.datasets import Problem, Problems
 from areal_hpc.observe.progress import Progress
+from areal_hpc.observe.samples import read_records
 from areal_hpc.observe.telemetry import MemoryLog
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.topology import World
 from areal_hpc.train.compose import Composer
 from areal_hpc.train.record import Recorder
+from areal_hpc.train.saved import SavedAnswers
+from areal_hpc.transport.samples import AnswerText, Piece
+from areal_hpc.transport.trajectory import Status
 
 from .cases import local_batch, tiny_trainer, trajectories
 from .test_compose import LONG, SHORT, arrival, make_config
@@ -69,3 +74,35 @@ def test_row_of_a_step_has_every_column():
     assert recorder.account(composer) == {"admitted": 4, "trained": 2, "dropped": 0, "filtered": 2, "failed": 0, "waiting": 0, "in_ring": 0, "unfinished": 0}
     found = recorder.log.rows("trajectories")
     assert np.bincount(found["outcome"]).tolist() == [8, 0, 0, 0, 8] and len(set(zip(found["ticket"], found["sample"], strict=True))) == 16
+
+
+def test_saved_answers_meet_their_group_in_either_order(tmp_path):
+    """Texts before and after the group's end; of a group that never ends; and on a disk that refuses: counted, and no error."""
+    config = dataclasses.replace(make_config(), evaluation=Evaluation(save_training_groups=9))
+    problems = Problems([Problem(0, "q", "a", "s")], [Problem(0, "h", "b", "t")], "")
+    texts = [AnswerText.of(0, sample, f"text {sample}", None, Status.WRONG, 0.0, 5, (0, 1)) for sample in range(4)]
+    rows = {t: [{"ticket": t, "sample": s, "batch": 3, "outcome": 1, "age": 2, "reward": -5.0, "advantage": math.nan} for s in range(4)] for t in range(2)}
+
+    def fill(saved):
+        saved.receive(Piece("training", 0, tuple(texts[:3])))
+        saved.closed(rows[0] + rows[1])
+        saved.receive(Piece("training", 0, tuple(texts[3:])))
+        for ticket in (1, 2):
+            saved.receive(Piece("training", ticket, tuple(texts[::-1])))
+        saved.receive(Piece("evaluation", 7, tuple(texts[1::-1])))
+        saved.evaluated(7)
+        saved.evaluated(8)  # nothing of it was to be saved
+
+    saved = SavedAnswers(config, problems, tmp_path / "samples")
+    fill(saved)
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["evaluation-000007.jsonl", "training-000003.jsonl"]
+    found = read_records(tmp_path / "samples" / "training-000003.jsonl")
+    assert [(r["ticket"], r["sample"], r["answer"]) for r in found] == [(t, s, f"text {s}") for t in range(2) for s in range(4)]
+    assert all((r["outcome"], r["reward"], r["advantage"], r["gold"]) == ("dropped", -5.0, None, "a") for r in found)
+    evaluated = read_records(tmp_path / "samples" / "evaluation-000007.jsonl")
+    assert [(r["version"], r["sample"], r["prompt"]) for r in evaluated] == [(7, 0, "h"), (7, 1, "h")]
+    assert saved.finish() == "10 answers saved for reading, 4 of groups that were not closed"
+    (tmp_path / "file").touch()
+    refused = SavedAnswers(config, problems, tmp_path / "file" / "samples")
+    fill(refused)
+    assert refused.finish().startswith("0 answers saved for reading, 4 of groups that were not closed, 10 lost (")

@@ -9,6 +9,7 @@ import torch
 
 from areal_hpc.config import ConfigError, Data, Model
 from areal_hpc.data.datasets import load_problems
+from areal_hpc.data.prompts import Prompts
 from areal_hpc.models import hf
 from areal_hpc.models.decoder import Packed
 from areal_hpc.models.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def test_learned_and_equal_to_transformers(folder):
     tokens, theirs, problems = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder), load_problems(DATA)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.eos_token_id == tokens.eos_token_id
-    reference, examples = [], [warmstart.example(problem, tokens, DATA.suffix, with_steps=True) for problem in problems.heldout[:16]]
+    reference, examples = [], [warmstart.example(problem, tokens, Prompts(DATA, tokens), with_steps=True) for problem in problems.heldout[:16]]
     for problem, (sequence, prompt) in zip(problems.heldout, examples, strict=False):
         assert theirs(problem.question + DATA.suffix).input_ids == sequence[:prompt].tolist()
         assert sequence[-1] == tokens.eos_token_id
