@@ -235,6 +235,7 @@ def open_head(
     attributes = {
         "config": (attempt_dir / "config.yaml").read_text(),
         "fingerprint": problems.fingerprint,
+        **problems.report.attributes(),
         "num_generation_ranks": world.num_generation,
         "num_training_ranks": world.num_training,
         **hardware(),

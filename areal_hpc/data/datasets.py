@@ -30,6 +30,8 @@ from areal_hpc.data.formats import GOLD_MARKER as GOLD_MARKER
 from areal_hpc.data.formats import normalised_answer as normalised_answer
 
 FILE_SOURCE = "file"
+MAX_LOGGED_FILES = 100
+"""Files of the data that the log names: an attribute of HDF5 holds 64 KiB."""
 NUM_SNIFFED_ROWS = 16
 """First rows of a file that decide about its format."""
 
@@ -129,10 +131,11 @@ class LoadReport:
     def attributes(self) -> dict[str, int | str]:
         """For the log: counts by name, the rest as JSON text."""
         numbers = {name: getattr(self, name) for name in ("num_read", "num_kept", "num_duplicates", "num_conflicting", "num_overlong", "num_invalid")}
+        numbers["num_files"] = len(self.files)
         texts = {
             "invalid": dict(self.invalid),
             "notes": dict(self.notes),
-            "files": [[file.path, file.format, file.num_rows] for file in self.files],
+            "files": [[file.path, file.format, file.num_rows] for file in self.files[:MAX_LOGGED_FILES]],
         }
         return numbers | {name: json.dumps(value) for name, value in texts.items()}
 

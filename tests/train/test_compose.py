@@ -30,12 +30,12 @@ def make_config(max_staleness=1, mode="count", num_minibatches=1, **train) -> Co
 def arrival(ticket, statuses, lengths=(5, 6, 7, 8), version=0) -> Arrival:
     table = np.zeros(N, SAMPLE_DTYPE)
     table["status"], table["num_tokens"], table["sample"] = [int(s) for s in statuses], lengths, range(N)
-    table["reward"] = [{Status.RIGHT: 2.0, Status.TIMEOUT: np.nan}.get(s, -1.0) for s in statuses]
+    table["reward"] = [{Status.RIGHT: 2.0, Status.INFRA_ERROR: np.nan}.get(s, -1.0) for s in statuses]
     table["version_min"] = table["version_max"] = version
     return Arrival(ticket, 0, 0, version, 3, table)
 
 
-R, W, T, F = Status.RIGHT, Status.WRONG, Status.TRUNCATED, Status.TIMEOUT
+R, W, T, F = Status.RIGHT, Status.WRONG, Status.TRUNCATED, Status.INFRA_ERROR
 
 
 def outcome(config, *groups):
