@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 
 from areal_hpc.config_io import save_yaml
+from areal_hpc.launch.local import find_launcher
 
 SIZE_BYTES = 8 << 20
 MOUNT = f'mount -t tmpfs -o size={SIZE_BYTES} tmpfs /dev/shm && exec "$@"'
@@ -108,13 +109,14 @@ def jobs() -> ModuleType:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("lane_bytes", "said"),
+    ("launched", "lane_bytes", "said"),
     [
-        (64 << 20, "enlarge /dev/shm"),  # seen before the ranks start
-        (7 << 20, "no room in /dev/shm for one more lane of transport.lane_bytes="),  # fits when looked at, and no longer when MPI has taken its share
+        (True, 64 << 20, "enlarge /dev/shm"),  # seen before the ranks start
+        (True, 7 << 20, "and MPI itself, need"),  # with what MPI will take
+        (False, 7 << 20, "and MPI itself, need"),  # ranks that mpiexec or srun starts look for themselves
     ],
 )
-def test_a_job_whose_lanes_do_not_fit(small_shm: list[str], jobs: ModuleType, tmp_path: Path, lane_bytes: int, said: str) -> None:
+def test_a_job_whose_lanes_do_not_fit(small_shm: list[str], jobs: ModuleType, tmp_path: Path, launched: bool, lane_bytes: int, said: str) -> None:
     model = jobs.make_model(tmp_path / "model")
     config = replace(
         jobs.BASE,
@@ -123,7 +125,8 @@ def test_a_job_whose_lanes_do_not_fit(small_shm: list[str], jobs: ModuleType, tm
         run_dir=str(tmp_path / "run"),
     )
     save_yaml(config, tmp_path / "run.yaml")
-    result = run(small_shm, sys.executable, "-m", "areal_hpc", "run", "smoke", "--config", str(tmp_path / "run.yaml"), timeout_s=120)
+    ranks = [] if launched else find_launcher().command(config.topology.num_ranks)
+    result = run(small_shm, *ranks, sys.executable, "-m", "areal_hpc", "run", "smoke", "--config", str(tmp_path / "run.yaml"), timeout_s=120)
     words = result.stdout + result.stderr
     assert said in words, words
     assert "use smaller lanes" in words
