@@ -145,14 +145,9 @@ def hostile_cost() -> dict[str, float]:
     return {"hostile_answer_s": statistics.median(late), "next_answer_after_s": statistics.median(next_right)}
 
 
-def code_rates() -> dict[str, float]:
-    """Programs per core-second."""
-    return {}
-
-
 def main() -> None:
     """Print one line per number, then the JSON object."""
-    found = math_rates() | service_rate() | hostile_cost() | code_rates()
+    found = math_rates() | service_rate() | hostile_cost()
     for name, value in found.items():
         print(f"{name:44s} {value:.3f}")
     print(json.dumps({"benchmark": "rewards", "hardware": hardware(), **found}))

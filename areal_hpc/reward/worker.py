@@ -95,7 +95,7 @@ class Grader:
             read = code.read_tests(tests) if isinstance(tests, (dict, list, str)) else tests
         except ValueError as error:
             return _message(Graded.of(Outcome.GOLD_BAD, None, str(error)))
-        graded = code.grade_program(read, text, _code_options(self._reward))
+        graded = code.grade_program(read, text, code.CodeOptions.of(self._reward))
         if graded.status is Outcome.NO_ANSWER and truncated:
             graded = Graded.of(Outcome.TRUNCATED)
         return _message(graded)
@@ -105,7 +105,7 @@ class Grader:
         if self._custom is not None or not ("kind" in job or "code" in self.kinds):
             return None
         kind = job["kind"] if "kind" in job else _kind(getattr(self._problems, job["split"])[job["problem"]])
-        return {"cpu_s": None, "wall_s": CODE_ATTEMPTS * float(_code_options(self._reward).wall_s) + CODE_MARGIN_S} if kind == "code" else None
+        return {"cpu_s": None, "wall_s": CODE_ATTEMPTS * self._reward.code_wall_s + CODE_MARGIN_S} if kind == "code" else None
 
     @property
     def ready(self) -> dict[str, Any]:
@@ -138,16 +138,6 @@ def _math_grader(reward: Reward) -> Any:
     limit_memory()
     math_fallback.warm_up()
     return MathGrader(policy, statement=reward.math_answer == "statement")
-
-
-def _code_options(reward: Reward) -> Any:
-    """The options `reward.code_*`."""
-    import dataclasses
-
-    from areal_hpc.reward.code import CodeOptions
-
-    given = {item.name: getattr(reward, f"code_{item.name}") for item in dataclasses.fields(CodeOptions) if hasattr(reward, f"code_{item.name}")}
-    return CodeOptions(**given)
 
 
 def _status(value: float, extracted: str | None, truncated: bool, custom: bool) -> str:

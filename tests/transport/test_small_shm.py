@@ -132,3 +132,25 @@ def test_a_job_whose_lanes_do_not_fit(small_shm: list[str], jobs: ModuleType, tm
     assert "use smaller lanes" in words
     assert "Traceback" not in words
     assert result.returncode == 2, words
+
+
+NO_ROOM = """
+import os
+from types import SimpleNamespace
+from areal_hpc.config import ConfigError
+from areal_hpc.transport.lanes import _make
+from areal_hpc.transport.ring import Ring
+try:
+    _make(Ring("large", 16 << 20), SimpleNamespace(host="n7"))
+except ConfigError as error:
+    print(error)
+assert os.listdir("/dev/shm") == [], os.listdir("/dev/shm")
+"""
+
+
+def test_a_rank_that_finds_no_room_says_where_and_what_to_do(small_shm: list[str]) -> None:
+    """There was room when the launcher looked, and there is none when the rank makes its lane."""
+    result = run(small_shm, sys.executable, "-c", NO_ROOM)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "host n7: no room in /dev/shm for one more lane of transport.lane_bytes=16777216" in result.stdout
+    assert "use smaller lanes" in result.stdout
