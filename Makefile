@@ -20,7 +20,7 @@ test: ## the tests that fit in a coffee break (ARGS="-k ring" for some of them)
 
 test-all: ## all tests, the slow ones too
 	@env/bootstrap dev openmpi
-	@$(PYTEST) $(ARGS)
+	@AREAL_HPC_HYPOTHESIS=default $(PYTEST) $(ARGS)
 
 lint: ## ruff, mypy, import-linter, clang-format: they only report
 	@env/bootstrap dev

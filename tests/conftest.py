@@ -15,7 +15,12 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; ranks and tests share the cores
 os.environ["AREAL_HPC_TEST_SESSION"] = str(os.getpid())  # inherited by every process that a test starts
 
+import hypothesis
 import pytest
+
+# `make test` decides whether a change lands: the same examples every time. `make test-all` looks for new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("AREAL_HPC_HYPOTHESIS", "fixed"))
 
 TESTS = Path(__file__).parent
 SESSION_TOKEN = f"AREAL_HPC_TEST_SESSION={os.getpid()}"

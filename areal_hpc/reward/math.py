@@ -2,7 +2,7 @@ r"""Grades an answer to a mathematical question. Run it in a grader process (are
 
 1. Find the answer in the text (`extraction`), and normalise it and the reference (`math_normalise`).
 2. Equal texts are right. A reference that nothing can read is GOLD_BAD, whatever the answer.
-3. Letters of multiple choice, and words, are compared as such.
+3. Letters of multiple choice, words, and formulas of sets or logic are compared as such.
 4. Structures are compared part by part (`math_forms`, `math_compare`), expressions by value (`math_values`):
    no symbolic algebra, so most answers take less than a millisecond.
 5. What these cannot read goes to math-verify (`math_fallback`), unless it looks as if it would not end: that is HOSTILE, and wrong.
@@ -36,6 +36,11 @@ _LETTER_ANSWER = re.compile(
     r"(?:\\text\{)?\s*(?:(?:the )?(?:correct )?(?:answer|option|choice)(?: is)?:?\s*)?\(?([A-Ja-j])(?![A-Za-z])(?! [a-z])\)?\}?(?:[).:,\s}-]|\\text\{)*(.*)",
     re.DOTALL | re.IGNORECASE,
 )
+_LOGIC = re.compile(
+    r"(?=.*\\)(?:[A-Za-z](?:_\{\w+\})?|[()':,\s]"
+    r"|\\(?:cap|cup|land|lor|neg|setminus|subset|subseteq|in|to|iff|forall|exists|emptyset|oplus)(?![A-Za-z]))+"
+)
+"""Formulas of sets and logic, which have no value to compare by: they are right when they are the same text."""
 _ANOTHER_LETTER = re.compile(r"(?<![A-Za-z\\])\(?[B-J]\)?(?![A-Za-z(^_=])|(?<![A-Za-z\\])\(A\)|\b(?:or|and)\b\W*A\b")
 
 
@@ -92,6 +97,9 @@ class MathGrader:
         if gold == answer:
             self.counts["fast"] += 1
             return Outcome.RIGHT, ""
+        if _is_logic(gold):
+            self.counts["fast"] += 1
+            return (Outcome.RIGHT if _without_spaces(gold) == _without_spaces(answer) else Outcome.WRONG), ""
         letter = _letter_verdict(gold, answer)
         if letter is not None:
             self.counts["fast"] += 1
@@ -116,10 +124,18 @@ class MathGrader:
     def _is_readable(gold: str) -> bool:
         if not gold or not math_forms.is_balanced(gold) or not re.search(r"[^\W_]|\\[a-z{]", gold):
             return False
-        return math_forms.form(gold).kind != "unknown" or (not math_fallback.is_hostile(gold) and math_fallback.is_readable(gold))
+        return math_forms.form(gold).kind != "unknown" or _is_logic(gold) or (not math_fallback.is_hostile(gold) and math_fallback.is_readable(gold))
 
 
 _golds: dict[str, str] = {}
+
+
+def _is_logic(gold: str) -> bool:
+    return _LOGIC.fullmatch(gold) is not None and math_forms.form(gold).kind == "unknown"
+
+
+def _without_spaces(text: str) -> str:
+    return re.sub(r"(?<![A-Za-z])\s+|\s+(?![A-Za-z])", "", text)  # a command ends at its space
 
 
 def _normalised_gold(gold: str) -> str:

@@ -51,7 +51,7 @@ _RENAMED = {
     "neq": "ne", "lt": "<", "gt": ">", "ast": "\\cdot", "varnothing": "emptyset", "emptyset": "emptyset", "backslash": "setminus", "dots": "ldots",
     "cdots": "ldots", "dotsc": "ldots", "dotsb": "ldots", "lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]", "lvert": "|", "rvert": "|",
     "vert": "|", "mid": "|", "colon": ":", "degree": "^{\\circ}", "overrightarrow": "vec", "imath": "i", "jmath": "j", "Rightarrow": "to",
-    "rightarrow": "to", "mathop": "operatorname", "wedge": "land", "vee": "lor", "operatorname*": "operatorname", "isin": "in", "arctg": "arctan",
+    "rightarrow": "to", "mathop": "operatorname", "wedge": "land", "vee": "lor", "lnot": "neg", "operatorname*": "operatorname", "isin": "in", "arctg": "arctan",
     "tg": "tan", "ctg": "cot", "smallsetminus": "setminus", "bigcup": "cup", "bigcap": "cap", "varphi": "phi", "varepsilon": "epsilon", "euro": "€",
     "pounds": "£", "textdollar": "\\$", "textdegree": "^{\\circ}", "percent": "\\%", "textpercent": "\\%", "bar": "overline", "Bar": "overline",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -11,7 +12,7 @@ import torch
 import transformers
 
 from areal_hpc.models.decoder_config import DecoderConfig
-from areal_hpc.rollout.engines.base import Completion, Request
+from areal_hpc.rollout.engines.base import Begun, Completion, Request
 from areal_hpc.rollout.engines.embedded import EmbeddedEngine
 from areal_hpc.rollout.engines.sampling import stream_key, uniforms
 from tests.models.tiny import ARCHITECTURES, VOCAB_SIZE, reference_model, weights_of
@@ -190,6 +191,46 @@ def test_aborted_requests_vanish_and_disturb_no_one() -> None:
     for request_id, done in finished.items():
         assert np.array_equal(done.tokens_R, expected[request_id].tokens_R)
         np.testing.assert_allclose(done.logprobs_R, expected[request_id].logprobs_R, atol=1e-5)
+
+
+def test_answers_begun_elsewhere_go_on_as_if_never_interrupted() -> None:
+    """Half-finished answers of one engine continue in another, beside fresh ones: same tokens, log-probabilities and stamps, whatever was already there."""
+    groups = [group(ticket, 4, prompt_length=3 + 5 * ticket) for ticket in range(3)]
+    first = make_engine(slots=6)
+    for requests in groups:
+        first.add(requests)
+    done: dict[int, Completion] = {}
+    for step in range(26):  # the first six are finished, the others half-way
+        done |= {completion.request_id: completion for completion in first.step()}
+        if step == 4:
+            first.update_weights(weights_of(reference(NAME, 1)), 1)
+    saved = first.running()
+    assert len(done) == 6 and sorted(len(answer.tokens_R) for answer in saved.values()) == [2] * 6
+    second = make_engine(slots=5, version=1)
+    for requests in groups:
+        second.add([dataclasses.replace(request, begun=saved[request.request_id]) for request in requests if request.request_id in saved])
+    assert second.first_version(102) == 1 and second.running().keys() == saved.keys()
+    resumed, expected = run(second), run(first)
+    assert resumed.keys() == expected.keys()
+    for request_id, completion in resumed.items():
+        assert np.array_equal(completion.tokens_R, expected[request_id].tokens_R)
+        assert np.array_equal(completion.versions_R, expected[request_id].versions_R)
+        assert np.array_equal(completion.logprobs_R[:2], saved[request_id].logprobs_R)
+        np.testing.assert_allclose(completion.logprobs_R, expected[request_id].logprobs_R, atol=1e-5)
+
+
+def test_running_lists_waiting_requests_too() -> None:
+    engine = make_engine(slots=2)
+    engine.add(group(0, 3))
+    engine.step()
+    assert {request_id: len(answer.tokens_R) for request_id, answer in engine.running().items()} == {0: 1, 1: 1, 2: 0}
+    assert engine.first_version(2) is None
+
+
+def test_an_answer_begun_must_leave_something_to_sample() -> None:
+    nothing_left = Begun(tokens_R=np.ones(24, np.int32), logprobs_R=np.zeros(24, np.float32), versions_R=np.zeros(24, np.int32))
+    with pytest.raises(ValueError, match="24 tokens begun leave none of max_new_tokens=24"):
+        make_engine().add([dataclasses.replace(group(0, 1)[0], begun=nothing_left)])
 
 
 def test_stop_tokens_end_an_answer() -> None:

@@ -13,8 +13,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """What there is of an answer that is not finished: its first R tokens, with what belongs to them."""
+
+    tokens_R: np.ndarray
+    """int32 [R]."""
+    logprobs_R: np.ndarray
+    """float32 [R]."""
+    versions_R: np.ndarray
+    """int32 [R]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One answer to sample. Requests added together share one prompt."""
+    """One answer to sample, or to go on with. Requests added together share one prompt."""
 
     request_id: int
     """Handle, unique among the requests that the engine holds."""
@@ -23,7 +35,9 @@ class Request:
     stream: int
     """Key of this sample's random numbers (see `sampling.stream_key`): the uniform of token t depends on (stream, t) alone."""
     max_new_tokens: int
-    """Answers that reach it end with finish = "length"."""
+    """Answers that reach it end with finish = "length"; begun tokens count."""
+    begun: Begun | None = None
+    """The answer's first tokens, from an earlier attempt or an earlier turn: it goes on behind them, with the random numbers of its position, and comes back whole."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the most likely token (its log-probability is that of temperature 1)."""
 
@@ -63,11 +77,15 @@ class Engine(Protocol):
         ...
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue the samples of one prompt, in order. Raises ValueError if prompt + max_new_tokens exceed the context."""
+        """Queue the samples of one prompt, in order. Raises ValueError if prompt + max_new_tokens exceed the context or `begun` leaves nothing to sample."""
         ...
 
     def step(self) -> list[Completion]:
         """Admit what fits, decode one token of every running sequence, return what finished."""
+        ...
+
+    def running(self) -> dict[int, Begun]:
+        """What every request that the engine holds has so far, copied; of a waiting one without `begun`, nothing (R = 0)."""
         ...
 
     def first_version(self, request_id: int) -> int | None:

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from areal_hpc.models.decoder_config import DecoderConfig
 from areal_hpc.rollout.engines import sampling
-from areal_hpc.rollout.engines.base import Completion, Request
+from areal_hpc.rollout.engines.base import Begun, Completion, Request
 from areal_hpc.rollout.engines.fused import FusedDecoder
+
+_NOTHING = Begun(tokens_R=np.empty(0, np.int32), logprobs_R=np.empty(0, np.float32), versions_R=np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +56,21 @@ class _SlotTable:
         self.prompt_length_S[slot] = self.length_S[slot] = len(prompt_P)
         self.max_length_S[slot] = len(prompt_P) + request.max_new_tokens
         self.tokens_ST[slot, : len(prompt_P)] = prompt_P
+        if request.begun is not None:
+            begun = slice(len(prompt_P), len(prompt_P) + len(request.begun.tokens_R))
+            self.length_S[slot] = begun.stop
+            self.tokens_ST[slot, begun] = request.begun.tokens_R
+            self.logprobs_ST[slot, begun] = request.begun.logprobs_R
+            self.versions_ST[slot, begun] = request.begun.versions_R
+
+    def answer(self, slot: int) -> Begun:
+        """Copies of what has been sampled in this slot."""
+        answer = slice(self.prompt_length_S[slot], self.length_S[slot])
+        return Begun(
+            tokens_R=self.tokens_ST[slot, answer].astype(np.int32),
+            logprobs_R=self.logprobs_ST[slot, answer].copy(),
+            versions_R=self.versions_ST[slot, answer].copy(),
+        )
 
     def move(self, source: int, target: int) -> None:
         length = self.length_S[source]
@@ -110,7 +127,10 @@ class EmbeddedEngine:
         return len(self._waiting)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue the samples of one prompt, in order. Raises ValueError for an empty prompt or one that cannot fit the context with its answer."""
+        """Queue the samples of one prompt, in order.
+
+        Raises ValueError for an empty prompt or one that cannot fit the context with its answer, and for an answer begun that leaves nothing to sample.
+        """
         assert self.policy_version >= 0, "add() before the first update_weights()"
         for request in requests:
             num_prompt = len(request.prompt_tokens)
@@ -118,6 +138,10 @@ class EmbeddedEngine:
                 raise ValueError(
                     f"request {request.request_id}: prompt of {num_prompt} and max_new_tokens={request.max_new_tokens} "
                     f"must both be above zero and fit the context of {self.max_context_tokens} tokens together"
+                )
+            if request.begun is not None and len(request.begun.tokens_R) >= request.max_new_tokens:
+                raise ValueError(
+                    f"request {request.request_id}: {len(request.begun.tokens_R)} tokens begun leave none of max_new_tokens={request.max_new_tokens}"
                 )
             if request.temperature < 0:
                 raise ValueError(f"request {request.request_id}: temperature={request.temperature} must be zero or more")
@@ -134,13 +158,19 @@ class EmbeddedEngine:
         self._decode()
         return self._take_finished()
 
+    def running(self) -> dict[int, Begun]:
+        """What every request that the engine holds has so far, copied; of a waiting one without `begun`, nothing (R = 0)."""
+        found = {int(self._table.request_id_S[slot]): self._table.answer(slot) for slot in range(self._num_running)}
+        return found | {request.request_id: request.begun or _NOTHING for request, _ in self._waiting}
+
     def first_version(self, request_id: int) -> int | None:
-        """Policy version of the first token of a running request; None while it waits. Raises KeyError for a request that the engine does not hold."""
+        """Policy version of the first token of a request; None while it has none. Raises KeyError for a request that the engine does not hold."""
         slots = np.flatnonzero(self._table.request_id_S[: self._num_running] == request_id)
         if len(slots):
             return int(self._table.versions_ST[slots[0], self._table.prompt_length_S[slots[0]]])
-        if any(request.request_id == request_id for request, _ in self._waiting):
-            return None
+        for request, _ in self._waiting:
+            if request.request_id == request_id:
+                return int(request.begun.versions_R[0]) if request.begun is not None and len(request.begun.versions_R) else None
         raise KeyError(f"request {request_id} neither runs nor waits")
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -169,27 +199,30 @@ class EmbeddedEngine:
         return self._model.named_weights()
 
     def _admit(self) -> None:
-        """Consumes waiting requests; produces running ones whose cache holds all but the last prompt token."""
+        """Consumes waiting requests; produces running ones whose cache holds all but the last of their tokens."""
         prompts: list[_Prompt] = []
         slots: list[list[int]] = []
+        begun: list[int] = []
         while self._waiting and self._num_running < self.max_num_running:
             request, prompt = self._waiting.popleft()
             slot = self._num_running
             self._num_running += 1
             self._table.fill(slot, request, prompt.tokens_P)
-            if prompt is self._spare_prompt:
+            if request.begun is not None:
+                begun.append(slot)
+            elif prompt is self._spare_prompt:
                 self._model.copy_slot(self._spare_slot, slot, len(prompt.tokens_P) - 1)
             elif prompts and prompts[-1] is prompt:
                 slots[-1].append(slot)
             else:
                 prompts.append(prompt)
                 slots.append([slot])
-        if not prompts:
-            return
-        if self._waiting and self._waiting[0][1] is prompts[-1]:
+        if prompts and self._waiting and self._waiting[0][1] is prompts[-1]:
             self._spare_prompt = prompts[-1]
             slots[-1].append(self._spare_slot)
-        self._model.prefill([prompt.tokens_P[:-1] for prompt in prompts], slots)
+        sequences = [prompt.tokens_P[:-1] for prompt in prompts] + [self._table.tokens_ST[slot, : self._table.length_S[slot] - 1] for slot in begun]
+        if sequences:
+            self._model.prefill(sequences, slots + [[slot] for slot in begun])
 
     @torch.inference_mode()
     def _decode(self) -> None:
@@ -224,12 +257,11 @@ class EmbeddedEngine:
                 self._table.move(last, slot)
 
     def _completion(self, slot: int, finish: Literal["stop", "length"]) -> Completion:
-        table = self._table
-        response = slice(table.prompt_length_S[slot], table.length_S[slot])
+        answer = self._table.answer(slot)
         return Completion(
-            request_id=int(table.request_id_S[slot]),
-            tokens_R=table.tokens_ST[slot, response].astype(np.int32),
-            logprobs_R=table.logprobs_ST[slot, response].copy(),
-            versions_R=table.versions_ST[slot, response].copy(),
+            request_id=int(self._table.request_id_S[slot]),
+            tokens_R=answer.tokens_R,
+            logprobs_R=answer.logprobs_R,
+            versions_R=answer.versions_R,
             finish=finish,
         )
