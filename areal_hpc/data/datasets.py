@@ -13,8 +13,6 @@ Light on purpose (no torch, no MPI, no numpy unless parquet is read): the launch
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import itertools
 import json
 from collections import Counter
@@ -28,6 +26,7 @@ from areal_hpc.data import files, formats, reasoning_tasks
 from areal_hpc.data.files import RowError
 from areal_hpc.data.formats import GOLD_MARKER as GOLD_MARKER
 from areal_hpc.data.formats import normalised_answer as normalised_answer
+from areal_hpc.reward.math import check_gold
 
 FILE_SOURCE = "file"
 MAX_LOGGED_FILES = 100
@@ -261,7 +260,6 @@ class _Reading:
     def __init__(self, data: Data) -> None:
         self._skip_invalid = data.skip_invalid
         self._checked: dict[str, str | None] = {}
-        self._check_gold = gold_checker()
         self.invalid: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
         self.notes: Counter[str] = Counter()
@@ -318,22 +316,12 @@ class _Reading:
 
     def _reason(self, gold: str) -> str | None:
         if gold not in self._checked:
-            self._checked[gold] = self._check_gold(gold)
+            self._checked[gold] = check_gold(gold)
         return self._checked[gold]
 
     def faults(self) -> str:
         """For the message that nothing is left."""
         return "".join(f"; {count} x {kind} ({self.examples[kind]})" for kind, count in self.invalid.items())
-
-
-def gold_checker() -> Callable[[str], str | None]:
-    """reference answer -> why it cannot be graded, or None: the grader's own `check_gold` where it has one, otherwise that it is not empty."""
-    name = "areal_hpc.reward.math"
-    if importlib.util.find_spec(name) is not None:
-        check: Callable[[str], str | None] | None = getattr(importlib.import_module(name), "check_gold", None)
-        if check is not None:
-            return check
-    return lambda gold: None if gold.strip() else "it is empty"
 
 
 # ---- splitting

@@ -281,6 +281,8 @@ def _read_value(text: str) -> Form:
     except Unreadable:
         pass
     has_text = "\\text{" in text or re.search(r"(?<![A-Za-z\\])[A-Za-z]{3,}", re.sub(r"\\(?:begin|end|mathbb|operatorname)\{\w+\}", "", text))
+    if re.fullmatch(r"(?=.*[^\W\d_a-zA-Z])[^\W\d_]+(?:[ \-'][^\W\d_]+)*", plain):  # words of another script, or with accents
+        return Form("words", (text,))
     if has_text and (re.search(r"[A-Za-z]{2,}", plain) or re.fullmatch(r"\W*[a-z]\W*", plain)):
         return Form("words", (text,))
     return Form("unknown", (text,))

@@ -90,6 +90,11 @@ class RewardService:
         """Answers submitted whose verdict has not been returned."""
         return len(self._pending)
 
+    def row(self) -> dict[str, int]:
+        """How much of what has been done, and what is pending: a row of the log's table /graders, but for time and rank."""
+        names = [status.name.lower() for status in Status] + ["fast", "cache_hits", "fallback", "killed", "died", "recycled", "backpressure"]
+        return {"pending": self.num_pending} | {name: self.metrics[name] for name in names}
+
     def submit(self, job_id: int, problem_index: int, text: str, truncated: bool = False, *, split: Literal["train", "heldout"] = "train") -> None:
         """Queue one answer to `Problems.SPLIT[problem_index]`. `truncated`: it was cut at the length limit. Never blocks. Raises RewardServerDied."""
         assert self._configured and job_id not in self._pending

@@ -342,6 +342,7 @@ class RolloutWorker:
             "running": self.engine.num_running,
             "waiting": len(self.leases) + len(self.outbox),
             "rss_bytes": resident_bytes(),
+            "grading": self.rewards.row(),
             "final": final,
             "counters": dict(self.counters),
         }

@@ -222,7 +222,10 @@ class Recorder:
         row = {name: body[name] for name in ("tokens", "running", "waiting", "rss_bytes")}
         self.lanes(body.get("ring", []))
         role = 0 if message.source in self.world.generation_ranks else 1
-        self.log.append("ranks", row | {"rank": message.source, "role": role, "time_s": time.monotonic()})
+        when = {"rank": message.source, "time_s": time.monotonic()}
+        self.log.append("ranks", row | when | {"role": role})
+        if "grading" in body:
+            self.log.append("graders", body["grading"] | when)
         if body["final"]:
             self.finals[message.source] = Counter(body["counters"])
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from areal_hpc.config import Config, ConfigError, Data, check
 from areal_hpc.config_io import as_yaml, load_yaml, parse_options
-from areal_hpc.data import datasets, files, reasoning_tasks
+from areal_hpc.data import files, reasoning_tasks
 from areal_hpc.data.datasets import Problem, load_problems, score
 from areal_hpc.recipes import RECIPES
+from areal_hpc.reward.math import check_gold
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"It is\n#### {i + 1}"} for i in range(40)]
 
@@ -242,22 +243,31 @@ def test_every_row_invalid_says_what_is_wrong(tmp_path):
         load_problems(Data(path=path, skip_invalid=True))
 
 
-def test_golds_are_checked_by_the_grader_that_there_is(tmp_path, monkeypatch):
-    """With a checker that refuses "?" standing in for a grader with stricter rules than the installed one."""
-    monkeypatch.setattr(datasets, "gold_checker", lambda: lambda gold: "a question mark" if "?" in gold else None)
+def test_golds_that_the_grader_cannot_read_are_refused(tmp_path):
     rows = [{"prompt": f"{i}?", "solutions": ["\\boxed{?}", "\\boxed{7}"]} for i in range(3)]
     path = write(tmp_path / "d", rows, "lines")
     report = load_problems(Data(path=path)).report
     assert report.num_kept == 3 and sum(report.notes.values()) == 3
     path = write(tmp_path / "d", [*rows, {"prompt": "x", "solutions": ["\\boxed{?}"]}], "lines")
-    with pytest.raises(ConfigError, match=r":4: the answer '\?' cannot be read: a question mark"):
+    with pytest.raises(ConfigError, match=r":4: the answer '\?' cannot be read: it has neither a digit nor a letter"):
         load_problems(Data(path=path))
     assert load_problems(Data(path=path, skip_invalid=True)).report.invalid == {"unreadable answer": 1}
 
 
-def test_the_installed_checker_refuses_nothing_at_all():
-    check_gold = datasets.gold_checker()
-    assert check_gold("42") is None and check_gold("\\frac{1}{2}") is None and check_gold("  ")
+@pytest.mark.parametrize(
+    ("gold", "reason"),
+    [
+        ("\\frac{1}{2", "its braces do not match"),
+        ("\\boxed{}", "neither our grammar nor math-verify can read it"),
+        ("\\sum_{k=1}^{9^{9^9}} k", "its evaluation may not end"),
+        ("42", None),
+        ("\\int_0^1 x dx", None),
+        ("A \\cap B", None),
+        ("北京", None),
+    ],
+)
+def test_what_a_reference_answer_may_be(gold, reason):
+    assert check_gold(gold) == reason
 
 
 def test_the_report_is_shown_and_stored(tmp_path):

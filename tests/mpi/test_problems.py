@@ -44,3 +44,16 @@ def test_answers_meet_their_own_problems(base: Config, tmp_path: Path, monkeypat
     online, offline = (samples.read_records(path) for path in (folder / "evaluation-000003.jsonl", tmp_path / "eval" / "samples" / "evaluation-000000.jsonl"))
     assert [(r["prompt"], r["status"], r["answer"]) for r in online] == [(r["prompt"], r["status"], r["answer"]) for r in offline]
     capfd.readouterr()
+
+
+def test_graders_of_a_plain_file_are_counted(base: Config, tmp_path: Path) -> None:
+    """Questions with answers in a file go to the mathematical grader; the log says what each rank's graders did, and leaves none of them out."""
+    rows = [{"question": f"Half of {k} is", "answer": f"\\frac{{{k}}}{{2}}"} for k in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(path=str(tmp_path / "data.jsonl"), heldout_fraction=0.3, max_prompt_tokens=48)
+    job = jobs.run(replace(base, data=data), tmp_path / "run")
+    last = {row["rank"]: row for row in job.table("graders")}  # sums only rise: the last row of a rank is its total
+    steps, evaluations = job.table("trajectories"), job.table("evaluations")
+    graded = sum(int(row[name]) for row in last.values() for name in ("right", "wrong", "no_answer", "truncated", "timeout", "hostile"))
+    assert len(last) == 1 and graded >= len(steps) + evaluations["num_problems"].sum()
+    assert sum(int(row["infra_error"] + row["gold_bad"] + row["died"] + row["killed"]) for row in last.values()) == 0

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_hpc.reward import math as math_grader
 from areal_hpc.reward import math_expression, math_fallback, math_values
 from areal_hpc.reward.math import MathGrader
 from areal_hpc.reward.math_compare import Policy
@@ -252,6 +253,11 @@ def test_a_decimal_stands_for_a_root_when_it_is_its_rounding(radicand, places):
 
 GOLDS = sorted({case["gold"] for case in rows("math_more.jsonl") if case["category"] not in ("gold", "hostile")})
 golds = st.sampled_from(GOLDS)
+
+
+@given(st.from_regex(math_grader._PLAIN, fullmatch=True, alphabet="0123456789-$,.%\\dtfrac{}/xB"))
+def test_references_passed_without_reading_can_be_read(gold):
+    assert math_grader._unreadable(math_grader._normalised_gold(gold)) is None
 
 
 @pytest.mark.parametrize("gold", GOLDS)
