@@ -428,6 +428,7 @@ class CodeGrader:
     def _converse(self, run: _Run, tests: AssertTests, caller: Callable[[tuple[str, Any], bool], str]) -> None:
         """Pass calls of `check` on to the program, and values back, until `check` is through."""
         checker, nonce = self._host("check"), secrets.token_hex(8)
+        raised_by_program: set[str] = set()
         reply = checker.run({"mode": "check", "source": f"{tests.prompt}{tests.reference}\n{tests.test}", "preamble": "", "nonce": nonce}, run.limits())
         while True:
             if reply.kind != "line":
@@ -439,11 +440,14 @@ class CodeGrader:
                 return
             if kind != "C":
                 error = json.loads(text)
+                if error in raised_by_program:  # most tests let it pass through
+                    raise _Verdict(Outcome.WRONG, f"raised {error}")
                 raise _Verdict(Outcome.GOLD_BAD if error in TESTS_ARE_WRONG else Outcome.WRONG, f"the test raised {error}")
             arguments = plain.canonical(text)
             try:
                 answer = ("V", caller(("json", arguments), False))
             except _Raised as raised:
+                raised_by_program.add(raised.name)
                 answer = ("E", json.dumps(raised.name))
             nonce = secrets.token_hex(8)
             reply = checker.call(nonce, *answer, run.limits())

@@ -184,6 +184,15 @@ def test_human_eval_answers_that_go_on_from_the_prompt():
     assert complete(tests, "def add(x, y):\n    return x + y\n").startswith(tests.prompt + "\n\ndef add")
 
 
+def test_a_program_that_lacks_an_import_is_wrong_not_its_test(grader):
+    """Seen with a real model: HumanEval/4 calls the function and compares by a tolerance, so the program's NameError passes through the test."""
+    tests = read_tests(human_eval()["HumanEval/4"])
+    report = grader.grade(tests, block("def mean_absolute_deviation(numbers):\n    return math.mean(numbers)\n"))
+    assert (report.graded.status, report.graded.reason) == (Outcome.WRONG, "raised NameError")
+    its_own = AssertTests("f", "", "def check(candidate):\n    assert abs(candidate(1) - missing) < 1\n")
+    assert grader.grade(its_own, block("def f(x):\n    return x\n")).graded.status is Outcome.GOLD_BAD
+
+
 def test_a_test_that_needs_more_than_plain_values_is_a_bad_one(grader):
     tests = read_tests({"entry_point": "f", "test": "def check(candidate):\n    assert candidate(lambda x: x) == 1\n"})
     report = grader.grade(tests, "def f(g):\n    return 1")
