@@ -1,6 +1,7 @@
 """The command line: `areal-hpc run | report | eval | grade | export`. Heavy imports come after the arguments are understood.
 
-Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 75 stopped on a signal with a complete checkpoint; anything else a failure.
+Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 3 done, but the log is incomplete (a disk was full);
+75 stopped on a signal with a complete checkpoint; anything else a failure.
 """
 
 from __future__ import annotations
@@ -118,14 +119,27 @@ def _be_rank(args: list[str]) -> int:
 
     config, _ = configure(args, "run")
     check(config)
+    attempt = os.environ.get("AREAL_HPC_ATTEMPT_DIR")
+    if attempt is not None:
+        _say_that_it_starts(Path(attempt))
     from areal_hpc.run import agree_on_attempt, run_rank
 
-    attempt = os.environ.get("AREAL_HPC_ATTEMPT_DIR")
     if attempt is None:  # nobody has checked the inputs for this rank
         from areal_hpc.validate import check_inputs
 
         check_inputs(config)
     run_rank(config, Path(attempt) if attempt else agree_on_attempt(with_run_dir(config)))
+
+
+def _say_that_it_starts(attempt_dir: Path) -> None:
+    """Before anything heavy is loaded: a rank that is killed from here on is named by the launcher. A disk that is full is for run_rank to complain of."""
+    import contextlib
+
+    from areal_hpc.launch.local import world_rank_hint
+    from areal_hpc.observe.status import StatusFile, this_process
+
+    with contextlib.suppress(OSError):
+        StatusFile(attempt_dir, this_process(world_rank_hint(), phase="loading"))
 
 
 def report(args: list[str]) -> int:

@@ -209,7 +209,9 @@ class Train:
     max_grad_norm: float = 1.0
     """Gradient norm above which gradients are scaled down."""
     max_skipped_updates: int = 3
-    """Updates in a row skipped for a gradient that is not finite, after which the run ends with an error."""
+    """Updates in a row skipped for a loss or gradient that is not finite, after which the run ends with an error."""
+    flat_alarm: int = 10
+    """Steps in a row with one and the same reward for every answer, or with every advantage zero, at which the run says so; 0: never."""
     logprob_alarm: float = 0.05
     """Nats: mean difference between the log-probabilities of trainer and engine for one version above which the run says so; 0: never."""
     microbatch_tokens: int = 4096
@@ -309,6 +311,28 @@ class Transport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Watchdog:
+    enabled: bool = True
+    """Every rank watches the others: one that dies, falls silent or stays in a phase beyond its deadline ends the run with its name (docs/failures.md)."""
+    silence_s: float = 30.0
+    """Seconds without a heartbeat (a stopped process, an interpreter that something holds) after which a rank counts as hung; at its start transport.start_deadline_s."""
+    phase_floor_s: float = 120.0
+    """Shortest deadline of a phase: seconds between two signs of life of a rank's main loop; the first time in each phase has transport.start_deadline_s."""
+    phase_factor: float = 10.0
+    """Deadline of a phase in units of the longest time between two signs of life that this run has seen in it, where that is longer."""
+    stop_deadline_s: float = 300.0
+    """Seconds that a run may take from a signal to its end, checkpoint included; then it ends hard."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    log_fallback: str = ""
+    """Folder, on another disk, for the text form of the log when neither log.h5 nor a text file beside it can be written. Empty: standard error takes the rest."""
+    log_retry_s: float = 30.0
+    """Seconds between two attempts to write log.h5 again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     recipe: str = "laptop"
     """Name of the recipe this configuration came from."""
@@ -329,6 +353,8 @@ class Config:
     reward: Reward = field(default_factory=Reward)
     evaluation: Evaluation = field(default_factory=Evaluation)
     transport: Transport = field(default_factory=Transport)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    storage: Storage = field(default_factory=Storage)
 
     @property
     def groups_per_batch(self) -> int:
@@ -410,6 +436,13 @@ def check(config: Config) -> None:
         config.transport.silence_deadline_s >= 3,
         f"transport.silence_deadline_s={config.transport.silence_deadline_s:g}: signs of life come once a second; use 3 or more",
     )
+    watchdog = config.watchdog
+    _require(
+        2 <= watchdog.silence_s < watchdog.phase_floor_s,
+        f"watchdog.silence_s={watchdog.silence_s:g} must be 2 or more (hearts beat twice a second) and below watchdog.phase_floor_s={watchdog.phase_floor_s:g}: "
+        "a rank that stands still is to be found before those that wait for it",
+    )
+    _require(watchdog.phase_factor >= 1, f"watchdog.phase_factor={watchdog.phase_factor:g} must be 1 or more: what a phase took once it may take again")
     evaluation = config.evaluation
     _require(
         evaluation.num_samples == 1 or evaluation.temperature > 0,
@@ -453,6 +486,7 @@ def _check_positive(section: str, part: object) -> None:
         "overlong_buffer",
         "final_lr_share",
         "logprob_alarm",
+        "flat_alarm",
     }
     any_sign = {"right", "wrong", "seed", "warmstart_seed", "max_staleness"}
     for item in dataclasses.fields(part):  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import save_yaml
 from areal_hpc.data.datasets import Problems, load_problems
 from areal_hpc.data.prompts import Prompts
+from areal_hpc.launch.local import world_rank_hint
 from areal_hpc.models import hf
 from areal_hpc.models.flops import attention_crossover_tokens
 from areal_hpc.models.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ from areal_hpc.observe import samples
 from areal_hpc.observe.progress import Progress
 from areal_hpc.observe.telemetry import Log, hardware
 from areal_hpc.observe.timeline import Phases
+from areal_hpc.observe.watchdog import Watchdog, announce
 from areal_hpc.reward.service import RewardService
 from areal_hpc.rollout.engines import create_engine
 from areal_hpc.rollout.worker import RolloutWorker
@@ -52,32 +54,38 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
     """Be one rank of the job. `config` has passed `check`; ends the process."""
     rewards = RewardService.start()  # before MPI: a process started afterwards can upset the interconnect
     torch.set_num_threads(config.topology.threads_per_rank)
-    with guard.AbortGuard(attempt_dir) as abort:
+    stop = StopFlag()
+    stop.install()
+    place = announce(attempt_dir, world_rank_hint())
+    with guard.deadline_of_mpi_start(attempt_dir, place.name, config.transport.start_deadline_s):
+        abort = guard.AbortGuard(attempt_dir)
+    with abort:
         world = topology.join(config)
         abort.name = world.name()
-        stop = StopFlag()
-        stop.install()
         phases = Phases(world.world_rank, world.role, clock=world.clock)
         connection = groups.connect(world, config.device, config.transport.start_deadline_s)
+        watchdog = Watchdog.start(config, world, phases, stop, place, connection.address)
+        abort.table, abort.watched = watchdog.table, config.watchdog.enabled
         problems = load_problems(config.data)
         model_dir = prepare_model(config, world)
         problems = Prompts(config.data, Tokenizer.from_folder(model_dir)).fitting(problems)
         status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
             rewards.configure(config.data, config.reward)
-            generate(config, world, connection, problems, model_dir, rewards, phases)
+            generate(config, world, connection, problems, model_dir, rewards, phases, stop)
         else:
             rewards.close()
             status, summary = train(config, world, connection, problems, model_dir, attempt_dir, phases, stop)
         rewards.close()
         world.barrier(config.transport.data_deadline_s, "end")
         status = world.control.bcast(status, root=world.training_ranks[0])
-        guard.finish(world, attempt_dir, status, summary)
+        guard.finish(world, attempt_dir, status, summary, watchdog.stop)
 
 
 def agree_on_attempt(config: Config) -> Path:
     """Without the local launcher: world rank 0 creates the run folder and all others use it. Collective."""
-    from mpi4py import MPI
+    with guard.deadline_of_mpi_start(None, f"rank {world_rank_hint()} on host {socket.gethostname()}", config.transport.start_deadline_s):
+        from mpi4py import MPI
 
     from areal_hpc.launch.local import create_run_dir
 
@@ -140,7 +148,9 @@ def wire_dtype(config: Config) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
 
 
-def generate(config: Config, world: World, connection: groups.Connection, problems: Problems, model_dir: Path, rewards: RewardService, phases: Phases) -> None:
+def generate(
+    config: Config, world: World, connection: groups.Connection, problems: Problems, model_dir: Path, rewards: RewardService, phases: Phases, stop: StopFlag
+) -> None:
     """A generation rank: its engine starts empty and gets version 0 by the first push, as every other version."""
     tokenizer = Tokenizer.from_folder(model_dir)
     engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
@@ -160,8 +170,10 @@ def generate(config: Config, world: World, connection: groups.Connection, proble
         tokenizer=tokenizer,
         mailbox=Mailbox(world.control),
         phases=phases,
+        stop=stop,
     )
     worker.run()
+    phases.enter("stop")
     worker.mailbox.drain(config.transport.push_deadline_s)
     lane.close(config.transport.push_deadline_s)
 
@@ -193,7 +205,7 @@ def train(
     collector = Collector(world.role_rank, lanes, max_held=held)
     composer = Composer(config, world.num_training, attention_crossover_tokens(decoder_config))
     head = open_head(config, world, mailbox, publisher, composer, attempt_dir, phases, problems, stop) if world.is_first_trainer else None
-    rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, head)
+    rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, head, stop)
     tokenizer_files = hf.tokenizer_files(model_dir)
 
     def save(step: int) -> None:
@@ -208,15 +220,18 @@ def train(
         else:
             save(steps)
     summary = end_run(rank, finished=finished)
+    phases.enter("stop")
     lanes.close(config.transport.push_deadline_s)
     if head is not None:
         if not finished:
-            text = f"stopped on request ({stop.signal_name}) after step {steps}; checkpoint written"
+            text = f"stopped on request ({head.stop_reason}) after step {steps}; checkpoint written"
             head.recorder.log.event(world.world_rank, "stopped", text)
             head.recorder.progress.message(text)
         head.recorder.log.close()
         head.recorder.progress.finish()
-    return (guard.DONE if finished else guard.REQUEUE), {"steps": steps, **summary}
+        summary["log"] = head.recorder.log.state()
+    status = guard.REQUEUE if not finished else guard.LOG_INCOMPLETE if head is not None and head.recorder.log.num_missing else guard.DONE
+    return status, {"steps": steps, **summary}
 
 
 def open_head(
@@ -240,7 +255,9 @@ def open_head(
         "num_training_ranks": world.num_training,
         **hardware(),
     }
-    log = Log.create(attempt_dir / "log.h5", attributes, clock=time.monotonic)
+    guard.reserve(attempt_dir)
+    fallback = Path(config.storage.log_fallback) if config.storage.log_fallback else None
+    log = Log.create(attempt_dir / "log.h5", attributes, clock=time.monotonic, fallback=fallback, retry_s=config.storage.log_retry_s)
     mode = os.environ.get("AREAL_HPC_PROGRESS", "lines")
     progress = Progress(config.train.num_steps, "live" if mode == "live" else "none" if mode == "none" else "lines")
     recorder = Recorder(config, world, log, progress, phases, SavedAnswers(config, problems, attempt_dir / samples.FOLDER))
@@ -249,4 +266,4 @@ def open_head(
         progress.message(line)
     progress.message(f"{len(problems.train)} training and {len(problems.heldout)} held-out problems")
     sources = [source_of(problem) for problem in problems.heldout]
-    return Head(config, world, mailbox, publisher, composer, recorder, stop_requested=lambda: stop.requested, heldout_sources=sources)
+    return Head(config, world, mailbox, publisher, composer, recorder, stop=stop, heldout_sources=sources)

@@ -20,6 +20,7 @@ from areal_hpc.config import Data
 from areal_hpc.data.datasets import load_problems
 from areal_hpc.observe.schema import TABLES
 from areal_hpc.observe.telemetry import Log, hardware, read_table
+from areal_hpc.observe.timeline import Phases
 
 LOGGED = {"steps": 1, "trajectories": 512, "timeline": 512, "ranks": 64, "pushes": 1}
 """Rows of one step of 512 trajectories on 64 ranks."""
@@ -56,6 +57,8 @@ def main() -> None:
         (Path(folder) / "data.jsonl").write_text(lines)
         found["load_20k_jsonl_rows_s"] = median_s(lambda: load_problems(Data(path=str(Path(folder) / "data.jsonl"))), 3)
     found["load_20k_generated_problems_s"] = median_s(lambda: load_problems(Data()), 3)
+    phases = Phases(0, "generation")
+    found["sign_of_life_s"] = median_s(lambda: [phases.enter("decode") for _ in range(10_000)], 9) / 10_000
     help_command = [str(Path(sys.executable).parent / "areal-hpc"), "--help"]
     found["help_s"] = median_s(lambda: subprocess.run(help_command, check=True, capture_output=True), 5)
     for name, seconds in found.items():

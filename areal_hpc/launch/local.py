@@ -20,8 +20,11 @@ from types import FrameType
 
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import save_yaml
+from areal_hpc.launch import deaths
+from areal_hpc.launch.deaths import Deaths
 
 USER_ERROR = 2
+LOG_INCOMPLETE = 3
 OLD_S = 600.0
 """Age from which a file of MPICH's that nobody maps belongs to no job that is only starting."""
 GRACE_S = 15.0
@@ -130,14 +133,16 @@ class LocalJob:
         else:
             self.process.terminate()
 
-    def wait(self) -> int:
-        """Status of mpiexec. After a second signal it gets GRACE_S, then its whole session is killed."""
-        while True:
-            try:
-                return self.process.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:
-                if self.num_signals > 1:
-                    break
+    def wait(self, died: Deaths) -> int:
+        """Status of mpiexec; `died` learns of ranks that end meanwhile. After a second signal mpiexec gets GRACE_S, then its whole session is killed."""
+        launcher = os.pidfd_open(self.process.pid)
+        try:
+            while self.num_signals <= 1:
+                if died.wait(launcher):
+                    return self.process.wait()
+        finally:
+            os.close(launcher)
+            died.close()
         try:
             return self.process.wait(timeout=GRACE_S)
         except subprocess.TimeoutExpired:
@@ -163,12 +168,15 @@ def launch(config: Config) -> int:
     ]
     try:
         job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt_dir))
-        status = final_status(job.wait(), attempt_dir, job.num_signals)
+        died = Deaths(attempt_dir, config.topology.num_ranks)
+        status = final_status(job.wait(died), attempt_dir, job.num_signals, died)
     finally:
         remove_stale_files(began_at)
     if status == USER_ERROR:
         discard_run_dir(attempt_dir)  # so that the same command can be given again
-    if status == 0:
+    if status == LOG_INCOMPLETE:
+        print(f"done, but rows are missing from {attempt_dir}/log.h5; {attempt_dir}/exit.json says where they are", file=sys.stderr, flush=True)
+    if status in (0, LOG_INCOMPLETE):
         print(f"done; the model is in {config.run_dir}/model, tables and plots: areal-hpc report {config.run_dir}", flush=True)
     return status
 
@@ -187,19 +195,24 @@ def rank_environment(config: Config, attempt_dir: Path) -> dict[str, str]:
     }
 
 
-def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int) -> int:
-    """What the job's own files say; a missing exit.json is a failure whatever mpiexec returned."""
+def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int, died: Deaths | None = None) -> int:
+    """What the job's own files say; a missing exit.json is a failure whatever mpiexec returned. Where no rank could say anything: the first one that died."""
     failed = attempt_dir / "failure.json"
     if done := _read_report(attempt_dir / "exit.json"):
         return int(done["status"])
     if report := _read_report(failed):
         if report["exit_status"] != USER_ERROR:  # a user's mistake has been said in one line already
-            print(f"failed: {report['name']}: {report['error']}  (traceback above and in {failed})", file=sys.stderr)
+            print(f"failed: {report['name']}: {report['error']}  ({'traceback above and' if 'traceback' in report else 'more'} in {failed})", file=sys.stderr)
         return int(report["exit_status"])
-    cause = _cause(mpiexec_status, num_signals)
-    print(f"failed: {cause}", file=sys.stderr)
+    report = deaths.report(died) if died is not None and num_signals <= 1 and mpiexec_status >= 0 else None
+    if report is None or (num_signals == 1 and "SIGUSR1" in report["error"]):
+        report = {"status": "failed", "exit_status": 1, "name": "launcher", "error": _cause(mpiexec_status, num_signals), "time": time.time()}
+        print(f"failed: {report['error']}", file=sys.stderr)
+    else:
+        print(f"failed: {report['name']}: {report['error']}  (more in {failed})", file=sys.stderr)
+    (attempt_dir / "failure.json.tmp").unlink(missing_ok=True)  # what the ranks had reserved makes room for it
     try:
-        failed.write_text(json.dumps({"status": "failed", "exit_status": 1, "name": "launcher", "error": cause, "time": time.time()}, indent=1) + "\n")
+        deaths.write(failed, report)
     except OSError as error:
         print(f"could not write {failed}: {error.strerror}", file=sys.stderr)
     return 1

@@ -63,14 +63,19 @@ class Progress:
         self._stream = stream or sys.stdout
         self._every = max(1, math.ceil(num_steps / MAX_LINES))
         self._said_at = time.monotonic()
+        self.num_unsaid = 0
+        """Lines that the stream did not take: its disk is full, or its reader is gone. Not worth the run."""
         self._live: _Live | None = _Live(num_steps, self._stream) if mode == "live" else None
 
     def message(self, text: str) -> None:
         """A line of its own."""
-        if self._live:
-            self._live.console.print(text, markup=False)
-        elif self._mode != "none":
-            print(text, file=self._stream, flush=True)
+        try:
+            if self._live:
+                self._live.console.print(text, markup=False)
+            elif self._mode != "none":
+                print(text, file=self._stream, flush=True)
+        except OSError:
+            self.num_unsaid += 1
 
     def evaluation(self, version: int, accuracy: float, num_problems: int, more: str = "") -> None:
         """Result of an evaluation on the held-out set; `more`: what to say besides."""
@@ -79,7 +84,10 @@ class Progress:
     def step(self, row: Mapping[str, Any]) -> None:
         """A step ended; `row` has the columns of /steps."""
         if self._live:
-            self._live.show(int(row["step"]), step_numbers(row))
+            try:
+                self._live.show(int(row["step"]), step_numbers(row))
+            except OSError:
+                self.num_unsaid += 1
         elif row["step"] % self._every == 0 or row["step"] in (1, self._num_steps) or time.monotonic() > self._said_at + QUIET_S:
             self._said_at = time.monotonic()
             self.message(f"step {row['step']}/{self._num_steps}  {step_numbers(row)}")

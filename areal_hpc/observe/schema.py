@@ -141,7 +141,7 @@ def _steps() -> Table:
             ),
             c("penalised", "<i8", "trajectory", "of the batch, trained with reward.wrong for reaching the length limit (train.truncated penalise)"),
             c("overlong", "<i8", "trajectory", "of the batch, trained with a reward lowered by the overlong buffer"),
-            c("skipped_updates", "<i4", "1", "optimiser updates skipped because the gradient was not finite"),
+            c("skipped_updates", "<i4", "1", "optimiser updates skipped because the loss or the gradient was not finite"),
             c("trained_tokens", "<i8", "token", "answer tokens with weight above zero"),
             c("trained_tokens_per_s", "<f8", "token/s", "trained_tokens / wall_s"),
             c("mfu", "<f8", "1", "model FLOPs of forward and backward over the trained trajectories / (train_s * peak FLOP/s of all training ranks' devices)"),

@@ -1,4 +1,4 @@
-"""What a rank does with its time: one phase at any moment, intervals without gap or overlap, on one clock.
+"""What a rank does with its time: one phase at any moment, intervals without gap or overlap, on one clock. Every `enter` is also a sign of life of the main loop.
 
 `enter` ends the running phase and begins the next at the same instant, so the intervals of a rank sum to its wall time.
 Consecutive equal phases merge: entering "decode" before every decode step costs one string comparison and makes one interval.
@@ -9,13 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from areal_hpc.observe.schema import PHASES, PHASES_OF_ROLE, ROLES, TABLES
 
 NUMBER = {name: number for number, name in enumerate(PHASES)}
+
+
+class Report(NamedTuple):
+    """The last sign of life of a main loop, whole: the watchdog's thread reads it at any moment."""
+
+    phase: str
+    phase_since_s: float
+    at_s: float
+    """Both on the clock of `Phases`."""
+    number: int
+    waits_for: str = ""
+    """For people: what the loop waits for, where it says so."""
 
 
 class _Within:
@@ -50,15 +62,32 @@ class Phases:
         """Seconds spent in each phase so far."""
         self._clock = clock
         self._start_s = clock()
+        self.report = Report("start", self._start_s, self._start_s, 0)
+        self.longest_s: dict[str, float] = {}
+        """Phase -> longest time between two signs of life in it so far: what the watchdog's deadlines are measured by."""
         self._finished: list[tuple[int, int, int, float, float]] = []
 
-    def enter(self, phase: str) -> None:
-        """Switch to `phase`; nothing happens when it is the current one. Raises KeyError when the role has no such phase."""
+    def enter(self, phase: str, waits_for: str = "") -> None:
+        """Switch to `phase`; when it is the current one it goes on, and this was a sign of life. Raises KeyError when the role has no such phase."""
+        now_s, last = self._clock(), self.report
+        if now_s - last.at_s > self.longest_s.get(last.phase, -1.0):
+            self.longest_s[last.phase] = now_s - last.at_s
+        since_s = last.phase_since_s
         if phase != self.current:
             if phase not in self.seconds:
                 raise KeyError(f"a {self.role} rank has no phase '{phase}'; phases: {', '.join(self.seconds)}")
-            self._cut(self._clock())
+            self._cut(now_s)
             self.current = phase
+            since_s = now_s
+        self.report = Report(phase, since_s, now_s, last.number + 1, waits_for)
+
+    def alive(self, waits_for: str = "") -> None:
+        """A sign of life from within a loop that waits, in the current phase."""
+        self.enter(self.current, waits_for)
+
+    def now_s(self) -> float:
+        """On the clock that the phases are measured by."""
+        return self._clock()
 
     def __call__(self, phase: str) -> _Within:
         """`with phases("push_wait"):` the block is in that phase, then the previous one goes on."""

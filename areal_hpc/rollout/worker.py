@@ -25,6 +25,7 @@ from areal_hpc.rollout.engines.sampling import stream_key
 from areal_hpc.rollout.evaluate import EVALUATION_IDS, EvaluationInProgress, evaluation_requests
 from areal_hpc.rollout.groups import GroupInProgress
 from areal_hpc.rollout.leases import Dispatcher, Leases
+from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
 from areal_hpc.transport.lanes import Outgoing
 from areal_hpc.transport.messages import Mailbox, Message, Tag
@@ -53,6 +54,7 @@ class RolloutWorker:
     tokenizer: Tokenizer
     mailbox: Mailbox
     phases: Phases
+    stop: StopFlag
     ticket_limit: int = 0
     limit_version: int = -1
     stopped: bool = False
@@ -70,6 +72,7 @@ class RolloutWorker:
     _unreported: list[int] = field(default_factory=list)
     _graded: Counter[Status] = field(default_factory=Counter)
     _reported_at: float = 0.0
+    _told_signal: bool = False
 
     def __post_init__(self) -> None:
         self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0)
@@ -209,11 +212,11 @@ class RolloutWorker:
     def decode_one_step(self) -> None:
         """One token for every running sequence; what finished goes to the reward service."""
         if len(self.outbox) > MAX_OUTBOX and self.evaluation is None:  # training may be waiting for the evaluation before it empties the lane
-            self.phases.enter("ring_full")
+            self.phases.enter("ring_full", "room in its lane")
             time.sleep(IDLE_S)
             return
         if self.engine.num_running + self.engine.num_waiting == 0:
-            self.phases.enter("idle" if self.groups else "gated")
+            self.phases.enter("idle", "verdicts of its reward service") if self.groups else self.phases.enter("gated", "a ticket that may start")
             time.sleep(IDLE_S)
             return
         self.phases.enter("evaluate" if self.evaluation else "decode")
@@ -332,6 +335,9 @@ class RolloutWorker:
         if now - self._reported_at < REPORT_EVERY_S and not final:
             return
         self._reported_at = now
+        if self.stop.requested and not self._told_signal:
+            self._told_signal = True
+            self.mailbox.post(self.trainer, Tag.SIGNALLED, self.stop.signal_name)
         if not self.stopped:
             self.lane.check()  # at the gate nothing is written, and a dead training rank would go unnoticed
         if final:

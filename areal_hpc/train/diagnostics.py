@@ -59,7 +59,7 @@ class BatchStats:
     num_gap_tokens: int
     num_updates: int
     num_skipped: int
-    """Updates left out because a gradient was not finite."""
+    """Updates left out because the loss or a gradient was not finite."""
     num_empty: int
     """Mini-batches without a trained token, left out."""
     num_idle: int
@@ -118,6 +118,14 @@ class Tally:
         self.maxima = torch.full((len(MAXIMA),), -math.inf, dtype=torch.float64, device=device)
         self.lr = self.grad_norm_sum = self.denominator = self.model_flops = 0.0
         self.num_updates = self.num_skipped = self.num_empty = self.num_idle = 0
+        self.loss_not_finite = torch.zeros((), dtype=torch.bool, device=device)
+        """Of a micro-batch of this rank since the last update."""
+
+    def take_loss_not_finite(self, model: ShardedDecoder) -> bool:
+        """On any rank since the last update (collective)? Starts anew."""
+        found = model.all_reduce(self.loss_not_finite.to(torch.int32), dist.ReduceOp.MAX)
+        self.loss_not_finite.fill_(False)
+        return bool(found)
 
     def add(self, sums: Tensor, maxima: Tensor) -> None:
         self.sums += sums

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from areal_hpc.config import Config
 from areal_hpc.observe.memory import resident_bytes
 from areal_hpc.observe.timeline import Phases
+from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
 from areal_hpc.train.collect import Arrival, Collector, exchange
 from areal_hpc.train.compose import Composer, Plan
@@ -39,7 +40,7 @@ class Head:
     publisher: Publisher
     composer: Composer
     recorder: Recorder
-    stop_requested: Callable[[], bool]
+    stop: StopFlag
     heldout_sources: Sequence[str] = ()
     """Source of each held-out problem."""
     groups: list[Arrival] = field(default_factory=list)
@@ -48,6 +49,12 @@ class Head:
     """Evaluations under way: version -> shares received."""
     _num_rejected_told: int = 0
     _logged_version: int = -1
+    _stop_asked_by: str = ""
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run is to stop after this step: the signal, and the rank that got it if it was another one. Empty: it is not."""
+        return self.stop.signal_name or self._stop_asked_by
 
     def pump(self) -> None:
         """Act on all messages that are here. Never blocks."""
@@ -80,6 +87,8 @@ class Head:
                 self.recorder.saved.receive(message.body)
         elif message.tag == Tag.OBSERVED:
             self.recorder.observed(message)
+        elif message.tag == Tag.SIGNALLED:
+            self._stop_asked_by = f"{message.body} at {self.world.name_of(message.source)}"
         else:
             raise RuntimeError(f"unexpected {message.tag.name} message from {self.world.name_of(message.source)}")
 
@@ -117,6 +126,7 @@ class Head:
         stop_at = time.monotonic() + deadline_s
         while not done():
             self.pump()
+            self.recorder.phases.alive(what())
             if time.monotonic() > stop_at:
                 raise TimeoutError(f"waited {deadline_s:g} s for {what()}")
             time.sleep(POLL_S)
@@ -134,10 +144,12 @@ class TrainingRank:
     mailbox: Mailbox
     phases: Phases
     head: Head | None
+    stop: StopFlag
     tokens_trained: int = 0
     _progress_at: float = 0.0
     """When the last trajectory arrived, or training rank 0 was last heard."""
     _told_at: float = 0.0
+    _told_signal: bool = False
 
     def publish(self, version: int) -> None:
         """Make this version the one that generation ranks use next."""
@@ -151,13 +163,26 @@ class TrainingRank:
                 self.head.wait(lambda: not self.head.evaluating, self.config.transport.data_deadline_s, lambda: "the evaluation before")  # type: ignore[union-attr]
                 self.head.expect_evaluation(version)
             limit = self.head.composer.ledger.limit
+        with self.phases("push_wait"):
+            self._meet(f"training rank 0, before the push of version {version}")
         shards = ((shard.name, shard.local) for shard in self.trainer.named_shards())
         self.publisher.publish(shards, version, limit, evaluate=evaluate, final=version == last)
+
+    def _meet(self, whom: str) -> None:
+        """Until all training ranks are here. Rank 0 may wait long for confirmations or an evaluation: the others must not sit in a collective meanwhile."""
+        deadline_s = self.config.transport.data_deadline_s + self.config.transport.push_deadline_s
+        request, stop_at = self.world.role_comm.Ibarrier(), time.monotonic() + deadline_s
+        while not request.Test():
+            self.phases.alive(whom)
+            if time.monotonic() > stop_at:
+                raise TimeoutError(f"waited {deadline_s:g} s for {whom}")
+            time.sleep(POLL_S)
 
     def pump_and_listen(self) -> None:
         """A rank that does not confirm may be dead."""
         assert self.head is not None
         self.head.pump()
+        self.phases.alive(self.publisher.waits_for)
         self.collector.check_producers()
 
     def next_plan(self) -> Plan | None:
@@ -165,8 +190,9 @@ class TrainingRank:
         self.phases.enter("wait_data")
         self._progress_at = time.monotonic()
         deadline_s = self.config.transport.data_deadline_s
-        look_at = 0.0
+        look_at, waits_for = 0.0, ""
         while True:
+            self.phases.alive(waits_for)
             arrivals = self.collector.drain()
             found = self._compose(arrivals) if self.head is not None else self._ask_head(arrivals)
             if found is not None:
@@ -178,7 +204,7 @@ class TrainingRank:
                 raise TimeoutError(f"no trajectory came for {deadline_s:g} s; {self._what_is_missing()}")
             if now > look_at:
                 self.collector.check_producers()
-                look_at = now + LOOK_EVERY_S
+                look_at, waits_for = now + LOOK_EVERY_S, f"a batch: {self._what_is_missing()}"
             if not arrivals:
                 time.sleep(POLL_S)
 
@@ -191,7 +217,7 @@ class TrainingRank:
         self.head.pump()
         if composer.num_arrived > num_arrived:
             self._progress_at = now
-        found: tuple[Plan | None, list[int]] | None = (None, []) if self.head.stop_requested() else self.head.next_plan()
+        found: tuple[Plan | None, list[int]] | None = (None, []) if self.head.stop_reason else self.head.next_plan()
         if (
             found is not None or now > self._told_at + LOOK_EVERY_S
         ):  # a batch may take longer than the deadline: the others hear that it is still being composed
@@ -203,6 +229,9 @@ class TrainingRank:
     def _ask_head(self, arrivals: list[Arrival]) -> tuple[Plan | None, list[int]] | None:
         if arrivals:
             self.mailbox.post(self.world.training_ranks[0], Tag.ARRIVED, arrivals)
+        if self.stop.requested and not self._told_signal:
+            self._told_signal = True
+            self.mailbox.post(self.world.training_ranks[0], Tag.SIGNALLED, self.stop.signal_name)
         for message in self.mailbox.poll():
             assert message.tag == Tag.PLAN, f"unexpected {message.tag.name} message"
             self._progress_at = time.monotonic()
@@ -212,7 +241,7 @@ class TrainingRank:
 
     def _what_is_missing(self) -> str:
         if self.head is None:
-            return "training rank 0 has fallen silent"
+            return "nothing came from training rank 0"
         ledger = self.head.composer.ledger
         return f"{len(ledger.waiting)} groups are waiting, {self.config.groups_per_batch} make a batch, tickets below {ledger.limit} may run"
 
@@ -222,6 +251,7 @@ class TrainingRank:
         while not any(message.tag == Tag.STOP for message in self.mailbox.poll()):
             if time.monotonic() > stop_at:
                 raise TimeoutError(f"waited {deadline_s:g} s for training rank 0 to end the run")
+            self.phases.alive("training rank 0 to end the run")
             time.sleep(POLL_S)
 
     def report(self, final: bool) -> None:

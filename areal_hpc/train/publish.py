@@ -108,6 +108,14 @@ class Publisher:
         """Every generation rank has confirmed the latest push."""
         return self.push is None or len(self.push.receive_s) == self.world.num_generation
 
+    @property
+    def waits_for(self) -> str:
+        """For people."""
+        if self.push is None:
+            return ""
+        late = [self.world.name_of(rank) for rank in self.world.generation_ranks if rank not in self.push.receive_s]
+        return f"confirmation of version {self.push.version} by {', '.join(late[:8])}{f' and {len(late) - 8} more' if len(late) > 8 else ''}"
+
     def wait_settled(self, pump: Callable[[], None]) -> None:
         """Until every rank has confirmed (training rank 0). Raises TimeoutError that names the ranks that have not."""
         with self.phases("push_wait"):

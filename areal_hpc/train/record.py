@@ -23,6 +23,7 @@ from areal_hpc.topology import World
 from areal_hpc.train.collect import Arrival
 from areal_hpc.train.compose import Composer, Plan
 from areal_hpc.train.diagnostics import BatchStats
+from areal_hpc.train.flat import FlatSteps
 from areal_hpc.train.publish import Push
 from areal_hpc.train.saved import SavedAnswers
 from areal_hpc.transport.evaluation import Evaluation, Result
@@ -52,6 +53,10 @@ class Recorder:
     _seconds: dict[str, float] = field(default_factory=dict)
     _step_began_at: float = 0.0
     _gap_is_high: bool = False
+    _flat: FlatSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._flat = FlatSteps(self.config.train.flat_alarm)
 
     def begin(self) -> None:
         """Training begins now."""
@@ -72,6 +77,7 @@ class Recorder:
         spent = self._phase_seconds()
         wall_s, train_s = now - self._step_began_at, spent["train"] + spent["prox"]
         self._watch_gap(step, stats)
+        self._watch_flat(step, table["reward"][graded], plan.advantage_S[trained])
         self._step = {
             "step": step,
             "policy_version": plan.policy_version + 1,
@@ -131,6 +137,12 @@ class Recorder:
         text += f"above train.logprob_alarm={limit:g}" if self._gap_is_high else f"no longer above train.logprob_alarm={limit:g}"
         self.log.event(self.world.world_rank, "logprob_alarm" if self._gap_is_high else "logprob_alarm_over", text)
         self.progress.message(f"warning: {text}" if self._gap_is_high else text)
+
+    def _watch_flat(self, step: int, rewards: np.ndarray, advantages: np.ndarray) -> None:
+        """Say, once per run of such steps, that there is nothing to learn from: and when that is over."""
+        for kind, text in self._flat.look(step, rewards, advantages):
+            self.log.event(self.world.world_rank, kind, text)
+            self.progress.message(f"warning: {text}" if kind == "flat" else text)
 
     def _phase_seconds(self) -> dict[str, float]:
         """Seconds in each phase since the last call; the intervals themselves go to the log."""

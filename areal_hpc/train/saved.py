@@ -6,6 +6,7 @@ Texts of a training group and its end (trained, dropped, ...) come in either ord
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,11 @@ class SavedAnswers:
             self.num_saved += len(rows)
         except OSError as error:
             self.num_lost += len(rows)
-            self.error = self.error or str(error)
+            if not self.error:
+                self.error = str(error)
+                print(
+                    f"areal-hpc: WARNING: answers for reading cannot be saved ({error}); the run goes on without, and counts them", file=sys.stderr, flush=True
+                )
 
     def finish(self) -> str:
         """What became of them, in one line for the log."""

@@ -127,7 +127,7 @@ class Trainer:
         return self.model.full_tensors()
 
     def train_batch(self, batch: LocalBatch) -> BatchStats:
-        """One step on a global batch: policy_version i -> i + 1. Raises RuntimeError when gradients stay non-finite."""
+        """One step on a global batch: policy_version i -> i + 1. Raises RuntimeError when losses or gradients stay non-finite."""
         minibatches = [self._microbatches(batch, m) for m in range(len(batch.num_microbatches))]
         if self.reference is not None:
             self._score_reference(self.reference, minibatches)
@@ -212,7 +212,9 @@ class Trainer:
             staleness_M=microbatch.staleness_M,
         )
         loss_M = losses.loss_M * microbatch.weights_M
-        (loss_M.sum() / denominator).backward()
+        total = loss_M.sum() / denominator
+        tally.loss_not_finite |= ~torch.isfinite(total.detach())
+        total.backward()
         tally.num_idle += microbatch.idle
         if not microbatch.idle:
             current_M = (microbatch.staleness_M == 0) & (tally.num_updates == 0)  # after an update the parameters are no longer those that sampled
@@ -220,10 +222,11 @@ class Trainer:
 
     @torch.no_grad()
     def _update(self, tally: Tally) -> None:
-        """Clip by global norm and step, unless a gradient is not finite (seen by all ranks alike)."""
+        """Clip by global norm and step, unless the loss or a gradient is not finite on some rank (seen by all alike)."""
         gradients = self.model.collect_gradients()
         grad_norm = self.model.gradient_norm(gradients)
-        if math.isfinite(grad_norm):
+        loss_not_finite = tally.take_loss_not_finite(self.model)
+        if math.isfinite(grad_norm) and not loss_not_finite:
             if grad_norm > self.train.max_grad_norm:
                 torch._foreach_mul_(gradients, self.train.max_grad_norm / grad_norm)
             tally.lr = self._set_lr()
@@ -237,7 +240,9 @@ class Trainer:
             self._skipped_in_a_row += 1
         self.model.drop_gradients()
         if self._skipped_in_a_row >= self.train.max_skipped_updates:
-            raise RuntimeError(f"gradient not finite in {self._skipped_in_a_row} updates in a row (policy version {self.policy_version}); lower train.lr?")
+            raise RuntimeError(
+                f"loss or gradient not finite in {self._skipped_in_a_row} updates in a row (policy version {self.policy_version}); lower train.lr?"
+            )
 
     def _set_lr(self) -> float:
         lr = learning_rate(self.train, self.num_updates)

@@ -15,6 +15,7 @@ Who sends what to whom (payload in brackets; G0 and T0 are generation and traini
     ARRIVED    training -> T0            sample tables of groups taken from the ring [list of Arrival]
     PLAN       T0 -> training            the next batch [plan and rejected tickets; None: still being composed]
     STOP       T0 -> all                 the run ends
+    SIGNALLED  any -> T0                 a signal came that asks the run to stop [its name]
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Tag(enum.IntEnum):
     PLAN = 11
     STOP = 12
     SAMPLES = 13
+    SIGNALLED = 20
 
 
 @dataclass(frozen=True, slots=True)

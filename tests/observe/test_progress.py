@@ -24,6 +24,23 @@ def test_line_of_a_step() -> None:
     assert stream.getvalue() == "step 12/100  reward 1.23  acc 0.61  12.3k tok/s  stale 1.2 (max 3, bound 4)  wait 0.21s train 0.80s push 0.02s\n"
 
 
+FULL = """
+import os, sys
+from areal_hpc.observe.progress import Progress
+progress = Progress(3, "lines")
+for k in (1, 2, 3):
+    progress.message(str(k))
+print(progress.num_unsaid, file=sys.stderr, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_full_disk_behind_the_output_does_not_end_the_run() -> None:
+    with open("/dev/full", "w") as full:  # every write fails with ENOSPC
+        done = subprocess.run([sys.executable, "-c", FULL], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and done.stderr.split() == ["3"], done.stderr
+
+
 def test_losses_unknowns_and_no_bound_are_shown() -> None:
     stream = io.StringIO()
     Progress(100, "lines", stream).step({**ROW, "reward_mean": math.nan, "staleness_bound": -1, "failed": 2, "skipped_updates": 1})

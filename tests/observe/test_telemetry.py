@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,111 @@ def test_a_structured_array_is_copied(tmp_path: Path) -> None:
     rows["rank"] = 99
     np.testing.assert_array_equal(log.rows("timeline"), intervals(2))
     assert to_rows("timeline", intervals(1)[0:1][0:0]).size == 0
+
+
+# --- a disk that fills up, and has room again
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Take all the room that is left."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+    return ballast
+
+
+def write(log: Log, clock: Clock, start: int, stop: int) -> None:
+    """Rows start to stop - 1 of /timeline and one event for every hundred, ten rows and half a second to a flush."""
+    for k in range(start, stop):
+        log.append("timeline", interval(k))
+        if k % 100 == 0:
+            log.event(0, "count", str(k))
+        if k % 10 == 9:
+            clock.now_s += 0.5
+            log.flush()
+
+
+@pytest.mark.parametrize("with_fallback", [False, True], ids=["memory", "fallback"])
+def test_log_recovers_when_the_disk_has_room_again_and_nothing_is_lost(
+    small_disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], with_fallback: bool
+) -> None:
+    """Full twice, room again twice: one loud warning each, at the end every row is in log.h5 alone, read live all the while where a disk had room for it."""
+    clock = Clock()
+    attempt = small_disk / "run" / "attempt-1"
+    attempt.mkdir(parents=True)
+    fallback = tmp_path / "elsewhere" if with_fallback else None
+    if fallback is not None:
+        fallback.mkdir()
+    log = Log.create(attempt / "log.h5", {"config": "x"}, clock, fallback=fallback, retry_s=5.0)
+    num = 0
+    for turn in (1, 2):
+        write(log, clock, num, num + 500)
+        ballast = fill(small_disk)
+        write(log, clock, num + 500, num + 3000)  # far more than the room in the chunks that the file has
+        assert log.degraded and log.num_missing > 0
+        assert log.state()["missing_rows"] == log.num_missing
+        if fallback is not None:
+            assert (fallback / f"run-attempt-1-{sidecar_path(log.path, turn - 1).name}").stat().st_size > 0
+        ballast.unlink()
+        write(log, clock, num + 3000, num + 3200)
+        num += 3200
+        assert not log.degraded and log.num_recoveries == turn and log.num_missing == 0
+        np.testing.assert_array_equal(read_table(log.path, "timeline"), intervals(num))
+    log.close()
+    assert [path.name for path in attempt.iterdir()] == ["log.h5"] and (fallback is None or not list(fallback.iterdir()))
+    with h5py.File(log.path, "r") as file:  # a plain reader sees all
+        np.testing.assert_array_equal(file["timeline"][:], intervals(num))
+    assert read_attributes(log.path)["config"] == "x"
+    assert read_table(log.path, "events")["text"].astype(int).tolist() == list(range(0, num, 100))
+    said = capfd.readouterr().err
+    assert said.count("WARNING: cannot write") == 2 and said.count("can be written again") == 2
+
+
+def test_log_that_stays_degraded_says_where_its_rows_are(small_disk: Path, tmp_path: Path) -> None:
+    clock, fallback = Clock(), tmp_path / "elsewhere"
+    fallback.mkdir()
+    log = Log.create(small_disk / "log.h5", {}, clock, fallback=fallback, retry_s=5.0)
+    write(log, clock, 0, 100)
+    fill(small_disk)
+    write(log, clock, 100, 3000)
+    log.close()
+    state = log.state()
+    texts = [Path(path) for path in state["text"]]
+    assert state["degraded"] and state["lost_rows"] == 0 and fallback in [path.parent for path in texts]
+    assert state["missing_rows"] == sum(len(path.read_text().splitlines()) for path in texts)
+    for path in texts:  # how docs/failures.md says to join them
+        if path.parent == fallback:
+            with (tmp_path / "log.degraded.jsonl").open("a") as joined:
+                joined.write(path.read_text())
+    (tmp_path / "log.h5").write_bytes(log.path.read_bytes())
+    if (beside := sidecar_path(log.path)).exists():
+        with (tmp_path / "log.degraded.jsonl").open("a") as joined:
+            joined.write(beside.read_text())
+    np.testing.assert_array_equal(read_table(tmp_path / "log.h5", "timeline"), intervals(3000))
+
+
+def test_memory_of_a_log_that_no_disk_takes_is_bounded(small_disk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_hpc.observe.telemetry.MAX_HELD_BYTES", 50_000)
+    clock = Clock()
+    log = Log.create(small_disk / "log.h5", {}, clock, retry_s=5.0)
+    fill(small_disk)
+    write(log, clock, 0, 3000)
+    assert log._held_bytes <= 50_000 + 3000 and log._num_lost > 0
+    log.close()
+    said = capfd.readouterr().err
+    last = [json.loads(line)["text"] for line in said.splitlines() if line.startswith('{"table": "events"')][-1]
+    assert last == "2900" and '"timeline"' not in said

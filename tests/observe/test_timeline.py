@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import timeit
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -83,10 +81,26 @@ def test_phases_of_the_other_role_are_refused() -> None:
     assert phases.current == "start"
 
 
-def test_entering_the_current_phase_is_cheap() -> None:
-    phases = Phases(0, "generation")
-    phases.enter("decode")
-    assert min(timeit.repeat(lambda: phases.enter("decode"), number=20_000, repeat=5)) / 20_000 < 1e-6
+def test_every_enter_is_a_sign_of_life_and_the_longest_silence_of_each_phase_is_kept() -> None:
+    clock = Clock()
+    phases = Phases(0, "generation", clock)
+    for phase, num, waits_for in (
+        ("decode", 2, ""),
+        ("decode", 5, ""),
+        ("decode", 1, ""),
+        ("gated", 3, "a ticket"),
+        ("gated", 4, "a ticket"),
+        ("decode", 0, ""),
+    ):
+        phases.enter(phase, waits_for)
+        clock.now_s += num
+    assert phases.report == ("decode", 15.0, 15.0, 6, "")
+    assert phases.longest_s == {"start": 0.0, "decode": 5.0, "gated": 4.0}
+    phases.alive("more")
+    assert phases.report == ("decode", 15.0, 15.0, 7, "more")
+    with phases("swap"):
+        clock.now_s += 2
+    assert phases.report == ("decode", 17.0, 17.0, 9, "") and phases.longest_s["swap"] == 2.0
 
 
 def test_real_clock_sums_to_wall_time() -> None:

@@ -74,7 +74,17 @@ def test_signals_to_the_whole_step_are_the_ranks_affair():
     """Slurm sends the signal of a time limit or a preemption to every process of a step: grading goes on until the rank ends."""
     with start(custom=BY_TEXT) as service:
         assert service.wait_ready(READY_S)
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        of_the_rank = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+        for pid in (service._process.pid, *descendants(service._process.pid)):  # blocked, and neither caught nor ignored as in the rank
+            masks = dict(
+                line.split(":\t")
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                if line.startswith("Sig") and line[3:6] != "Pnd" and line[3] != "Q"
+            )
+            blocked, ignored, caught = (int(masks[name], 16) for name in ("SigBlk", "SigIgn", "SigCgt"))
+            assert all(blocked >> number - 1 & 1 for number in of_the_rank)
+            assert not any((ignored | caught) >> number - 1 & 1 for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM))
+        for number in of_the_rank:
             for pid in (service._process.pid, *descendants(service._process.pid)):
                 os.kill(pid, number)
         time.sleep(0.2)

@@ -5,6 +5,7 @@ Needs root and Debian's Slurm (`tests/slurm/slurm-cluster install --no-acct`, on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -71,7 +72,8 @@ def cluster() -> Iterator[Cluster]:
         "SLURM_CLUSTER_NET": free_network(),
         "SLURM_CONF": str(folder / "lab" / "etc" / "slurm.conf"),
         "AREAL_HPC_CACHE": str(folder / "cache"),
-        "PYTHONPATH": str(folder),
+        "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "UCX_TLS": "tcp,self,sm",  # virtual networks have no bandwidth that others of its transports would believe in
     }
     (folder / "parity_reward.py").write_text("def grade(problem, text):\n    return float(sum(map(ord, text)) % 2)\n")  # some right, some wrong: gradients
     made = Cluster(environment)
@@ -144,23 +146,48 @@ def test_same_bits_as_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
     assert (read_table(tmp_path / "two" / "attempt-1" / "log.h5", "steps")["grad_norm"] > 0).all(), "without gradients equality would prove nothing"
 
 
-def test_killed_rank_on_another_node_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
-    """kill -9 of a generation rank: Slurm ends the step and says which task it was; no lane is left on any node."""
+@pytest.mark.parametrize("kill_on_bad_exit", [1, 0], ids=["slurm-ends-it", "slurm-does-not"])
+@pytest.mark.parametrize(("victim", "name"), [(0, "rank 0 (generation 0)"), (1, "rank 1 (generation 1)"), (3, "rank 3 (training 0)")])
+def test_killed_rank_on_another_node_is_named(cluster: Cluster, tmp_path: Path, victim: int, name: str, kill_on_bad_exit: int) -> None:
+    """kill -9 of the rank of a node: the others, elsewhere, see its connection break, name it with its host and end the job; no lane is left on any node."""
     run_dir = tmp_path / "run"
-    process = cluster.start(4, 1, run_dir, "--train.num-steps", "100000")
+    process = cluster.start(4, 1, run_dir, "--train.num-steps", "100000", kill_on_bad_exit=kill_on_bad_exit)
     wait_for_step(run_dir, process)
-    os.kill(rank_pid(run_dir, 0), signal.SIGKILL)
+    os.kill(rank_pid(run_dir, victim), signal.SIGKILL)
+    killed_at = time.monotonic()
     status, said = finish(process)
-    assert status != 0 and "n1: task 0: Killed" in said, said
+    assert time.monotonic() - killed_at < 20
+    assert status != 0 and f"n{victim + 1}: task {victim}: Killed" in said, said
+    failure = json.loads((run_dir / "attempt-1" / "failure.json").read_text())
+    assert failure["name"] == f"{name} on host n{victim + 1}" and "died (its connection broke) in phase" in failure["error"], failure
+    assert failure["found_by"] != failure["name"] and len(failure["ranks"]) == 4
     assert not (run_dir / "attempt-1" / "exit.json").exists()
     for node in range(1, 5):
         assert not [name for name in cluster.in_shm(f"n{node}") if name.startswith("areal_")]
 
 
-def test_rank_that_dies_unnoticed_is_found_by_its_silence(cluster: Cluster, tmp_path: Path) -> None:
-    """The same where the launcher does not end the job: training does, with the name and the host of the rank."""
+def test_stopped_rank_on_another_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """SIGSTOP of a training rank that is alone on its node: silence on its connection."""
     run_dir = tmp_path / "run"
-    process = cluster.start(4, 1, run_dir, "--train.num-steps", "100000", "--transport.silence-deadline-s", "4", kill_on_bad_exit=0)
+    process = cluster.start(4, 1, run_dir, "--train.num-steps", "100000", "--watchdog.silence-s", "4")
+    wait_for_step(run_dir, process)
+    pid = rank_pid(run_dir, 3)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        status, said = finish(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert status != 0, said
+    failure = json.loads((run_dir / "attempt-1" / "failure.json").read_text())
+    assert failure["name"] == "rank 3 (training 0) on host n4" and "silent for" in failure["error"], failure
+
+
+def test_rank_that_dies_unnoticed_is_found_by_its_silence(cluster: Cluster, tmp_path: Path) -> None:
+    """Without watchdog, and where the launcher does not end the job: training does, with the name and the host of the rank."""
+    run_dir = tmp_path / "run"
+    options = ("--train.num-steps", "100000", "--transport.silence-deadline-s", "4", "--watchdog.no-enabled")
+    process = cluster.start(4, 1, run_dir, *options, kill_on_bad_exit=0)
     wait_for_step(run_dir, process)
     os.kill(rank_pid(run_dir, 1), signal.SIGKILL)
     status, said = finish(process)

@@ -11,7 +11,9 @@ from areal_hpc import config
 from areal_hpc.models import hf
 from areal_hpc.models.flops import train_flops
 from areal_hpc.objectives import settings
+from areal_hpc.train import loss
 from areal_hpc.train import trainer as trainer_module
+from areal_hpc.train.checkpoint import load_checkpoint, save_checkpoint
 
 from . import reference
 from .cases import MAX_NEW_TOKENS, TINY, local_batch, tiny_trainer, trajectories
@@ -185,6 +187,35 @@ def test_non_finite_gradients_skip_the_update_and_end_the_run_when_they_persist(
     trainer.train_batch(broken)
     with pytest.raises(RuntimeError, match="not finite in 3 updates in a row"):
         trainer.train_batch(broken)
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_though_its_gradient_is_finite(monkeypatch):
+    """As a constant that overflows would make it: no gradient tells."""
+    real = loss.token_losses
+    monkeypatch.setattr(loss, "token_losses", lambda *a, **k: (found := real(*a, **k))._replace(loss_M=found.loss_M + math.inf))
+    trainer = tiny_trainer()
+    before = {name: tensor.clone() for name, tensor in trainer.full_state()}
+    stats = trainer.train_batch(local_batch(trajectories(0), num_minibatches=2))
+    assert (stats.num_skipped, stats.num_updates) == (2, 0) and not math.isfinite(stats.loss)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.full_state())
+    monkeypatch.undo()
+    assert trainer.train_batch(local_batch(trajectories(0))).num_updates == 1
+
+
+def test_a_run_that_ends_for_its_numbers_leaves_the_last_checkpoint_as_it_was(tmp_path):
+    trainer, broken = tiny_trainer(max_skipped_updates=2), local_batch(trajectories(0))
+    trainer.train_batch(local_batch(trajectories(1)))
+    save_checkpoint(tmp_path / "step-000001", trainer, {})
+    saved = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    good = {name: tensor.clone() for name, tensor in trainer.full_state()}
+    broken.advantage_S[0] = np.nan
+    trainer.train_batch(broken)
+    with pytest.raises(RuntimeError, match="not finite in 2 updates in a row"):
+        trainer.train_batch(broken)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == saved
+    again = tiny_trainer()
+    load_checkpoint(tmp_path / "step-000001", again)
+    assert all(torch.equal(tensor, good[name]) for name, tensor in again.full_state())
 
 
 def test_a_batch_without_trained_tokens_changes_nothing():
