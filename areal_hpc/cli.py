@@ -19,6 +19,7 @@ USAGE = """usage: areal-hpc COMMAND ...
 
   run RECIPE [--section.option value ...]   train; under srun or mpiexec be one rank, otherwise start the ranks here
                                             --print-config shows the result and stops, --config FILE.yaml overrides many options
+                                            --run-dir RUN --resume goes on from the newest complete checkpoint of RUN
   report RUN                                tables, plots and saved answers of a run, in RUN/report
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
@@ -62,7 +63,7 @@ def configure(args: list[str], command: str) -> tuple[Config, list[str]]:
     if not args or args[0].startswith("-"):
         raise ConfigError(f"areal-hpc {command} needs a recipe: areal-hpc {command} laptop")
     base = recipe(args[0])
-    options, flags = [], []
+    options, flags, files = [], [], []
     rest = iter(args[1:])
     for argument in rest:
         name, _, value = argument.partition("=")
@@ -70,14 +71,39 @@ def configure(args: list[str], command: str) -> tuple[Config, list[str]]:
             value = value or next(rest, "")
             if not value or value.startswith("--"):
                 raise ConfigError("--config needs a file: --config FILE.yaml")
-            base = load_yaml(value, base)
-        elif name == "--print-config":
+            files.append(value)
+        elif name in ("--print-config", "--resume"):
             flags.append(name)
         else:
             options.append(argument)
-    config = parse_options(options, base, f"areal-hpc {command} {args[0]}")
+    program = f"areal-hpc {command} {args[0]}"
+
+    def overridden(config: Config) -> Config:
+        for file in files:
+            config = load_yaml(file, config)
+        return parse_options(options, config, program)
+
+    config = overridden(base)
+    stored = _stored_config(config) if "--resume" in flags else None
+    if stored is not None:
+        from areal_hpc.launch.resume import check_unchanged
+
+        config = overridden(stored)
+        if args[0] != stored.recipe and not files:
+            raise ConfigError(f"run_dir={config.run_dir} is a run of recipe {stored.recipe}, not {args[0]}")
+        check_unchanged(stored, config)
     recipe(config.recipe)  # an option or a file may have changed the name
     return config, flags
+
+
+def _stored_config(given: Config) -> Config | None:
+    """The configuration of the run that `--resume` goes on with; None when there is no run yet. `given`: the recipe with files and options."""
+    from areal_hpc.config_io import load_yaml
+
+    if not given.run_dir:
+        raise ConfigError("--resume needs the folder of the run: --run-dir RUN --resume")
+    path = Path(given.run_dir) / "config.yaml"
+    return load_yaml(str(path), given) if path.exists() else None
 
 
 def run(args: list[str]) -> int:
@@ -100,12 +126,13 @@ def run(args: list[str]) -> int:
         return 0
     from areal_hpc.validate import check_inputs
 
-    check_inputs(config)
+    fingerprint = check_inputs(config)
     given = {argument.split("=")[0] for argument in args}
-    if "--config" in given and not given & {"--run-dir", "--run_dir"} and (Path(config.run_dir) / "attempt-1").exists():
+    resume = "--resume" in flags
+    if "--config" in given and not resume and not given & {"--run-dir", "--run_dir"} and (Path(config.run_dir) / "attempt-1").exists():
         print(f"run_dir={config.run_dir} of the --config file holds its own run; this one goes to a new folder")
         config = dataclasses.replace(config, run_dir="")
-    return launch(with_run_dir(config))
+    return launch(with_run_dir(config), resume=resume, fingerprint=fingerprint)
 
 
 def with_run_dir(config: Config) -> Config:
@@ -115,20 +142,25 @@ def with_run_dir(config: Config) -> Config:
 
 
 def _be_rank(args: list[str]) -> int:
-    import os
-
-    config, _ = configure(args, "run")
+    config, flags = configure(args, "run")
     check(config)
-    attempt = os.environ.get("AREAL_HPC_ATTEMPT_DIR")
+    from areal_hpc.launch.local import is_done
+    from areal_hpc.launch.resume import Attempt
+
+    attempt = Attempt.from_environment()
     if attempt is not None:
-        _say_that_it_starts(Path(attempt))
+        _say_that_it_starts(attempt.folder)
     from areal_hpc.run import agree_on_attempt, run_rank
 
     if attempt is None:  # nobody has checked the inputs for this rank
         from areal_hpc.validate import check_inputs
 
-        check_inputs(config)
-    run_rank(config, Path(attempt) if attempt else agree_on_attempt(with_run_dir(config)))
+        fingerprint, resume = check_inputs(config), "--resume" in flags
+        config = with_run_dir(config)
+        if is_done(config, resume=resume):
+            return 0
+        run_rank(config, *agree_on_attempt(config, resume=resume, fingerprint=fingerprint))
+    run_rank(config, attempt)
 
 
 def _say_that_it_starts(attempt_dir: Path) -> None:

@@ -226,8 +226,6 @@ class Train:
     """Master weights, gradients and AdamW's state live in host memory; layers visit the GPU."""
     replicas: int = 1
     """Copies of the model on the training ranks (HSDP): each is cut over their number / replicas, of which there is a whole number."""
-    save_every: int = 0
-    """Steps between checkpoints; 0: only the final model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,6 +331,18 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    every: int = 50
+    """Steps between checkpoints, from which `--resume` goes on; 0: only when a signal stops the run."""
+    keep: int = 2
+    """Newest complete checkpoints that stay; older ones are deleted once a new one is complete."""
+    keep_every: int = 0
+    """Checkpoints whose step is a multiple of this stay for ever; 0: none for that reason."""
+    deadline_s: float = 1800.0
+    """Seconds from the cut until every file is on the disk; a save that takes longer is given up, with a warning, and training goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     recipe: str = "laptop"
     """Name of the recipe this configuration came from."""
@@ -352,6 +362,7 @@ class Config:
     train: Train = field(default_factory=Train)
     reward: Reward = field(default_factory=Reward)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     transport: Transport = field(default_factory=Transport)
     watchdog: Watchdog = field(default_factory=Watchdog)
     storage: Storage = field(default_factory=Storage)
@@ -479,7 +490,7 @@ def _check_positive(section: str, part: object) -> None:
         "warmup_steps",
         "weight_decay",
         "every",
-        "save_every",
+        "keep_every",
         "save_samples",
         "save_training_groups",
         "kl_coef",

@@ -5,6 +5,7 @@ srun / mpiexec ──▶ run_rank on every rank ──▶ generation rank: rollo
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -15,10 +16,12 @@ import torch
 
 from areal_hpc import groups, guard, topology
 from areal_hpc.config import Config, ConfigError
-from areal_hpc.config_io import save_yaml
+from areal_hpc.config_io import as_yaml
 from areal_hpc.data.datasets import Problems, load_problems
 from areal_hpc.data.prompts import Prompts
-from areal_hpc.launch.local import world_rank_hint
+from areal_hpc.launch.local import begin_attempt, world_rank_hint
+from areal_hpc.launch.ownership import Ownership
+from areal_hpc.launch.resume import Attempt
 from areal_hpc.models import hf
 from areal_hpc.models.flops import attention_crossover_tokens
 from areal_hpc.models.tokenizer import Tokenizer
@@ -29,17 +32,21 @@ from areal_hpc.observe.timeline import Phases
 from areal_hpc.observe.watchdog import Watchdog, announce
 from areal_hpc.reward.service import RewardService
 from areal_hpc.rollout.engines import create_engine
+from areal_hpc.rollout.leases import Dispatcher
 from areal_hpc.rollout.worker import RolloutWorker
 from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
-from areal_hpc.train.checkpoint import open_weights_of, save_checkpoint, save_model
+from areal_hpc.train.checkpoint import load_checkpoint, open_weights_of, save_model
 from areal_hpc.train.collect import Collector
 from areal_hpc.train.compose import Composer
 from areal_hpc.train.loop import Head, TrainingRank, end_run, training_loop
 from areal_hpc.train.publish import Publisher
 from areal_hpc.train.record import Recorder
 from areal_hpc.train.saved import SavedAnswers
+from areal_hpc.train.saving import RankSaver, Saves
 from areal_hpc.train.trainer import Trainer
+from areal_hpc.transport import random_state
+from areal_hpc.transport.cut import Restart
 from areal_hpc.transport.evaluation import source_of
 from areal_hpc.transport.lanes import open_incoming, open_outgoing
 from areal_hpc.transport.messages import Mailbox
@@ -50,8 +57,9 @@ UNBOUNDED_HELD = 2**31
 """Groups a training rank may hold when the gate bounds them anyway."""
 
 
-def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
-    """Be one rank of the job. `config` has passed `check`; ends the process."""
+def run_rank(config: Config, attempt: Attempt, ownership: Ownership | None = None) -> NoReturn:
+    """Be one rank of the job. `config` has passed `check`; ends the process. `ownership`: of the run folder, if this process holds it."""
+    attempt_dir = attempt.folder
     rewards = RewardService.start()  # before MPI: a process started afterwards can upset the interconnect
     torch.set_num_threads(config.topology.threads_per_rank)
     stop = StopFlag()
@@ -67,44 +75,61 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
         watchdog = Watchdog.start(config, world, phases, stop, place, connection.address)
         abort.table, abort.watched = watchdog.table, config.watchdog.enabled
         problems = load_problems(config.data)
-        model_dir = prepare_model(config, world)
+        restart = Restart.open(attempt.checkpoint) if attempt.checkpoint is not None else None
+        model_dir = prepare_model(config, world) if restart is None or needs_first_weights(config) else restart.folder
         problems = Prompts(config.data, Tokenizer.from_folder(model_dir)).fitting(problems)
+        if restart is not None:
+            restart.check_data(problems.fingerprint)
         status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
             rewards.configure(config.data, config.reward)
-            generate(config, world, connection, problems, model_dir, rewards, phases, stop)
+            generate(config, world, connection, problems, model_dir, rewards, phases, stop, attempt, restart)
         else:
             rewards.close()
-            status, summary = train(config, world, connection, problems, model_dir, attempt_dir, phases, stop)
+            status, summary = train(config, world, connection, problems, model_dir, attempt, phases, stop, restart)
         rewards.close()
-        world.barrier(config.transport.data_deadline_s, "end")
+        world.barrier(config.transport.data_deadline_s + 2 * config.checkpoint.deadline_s, "end")
         status = world.control.bcast(status, root=world.training_ranks[0])
+        if ownership is not None:
+            ownership.release()
         guard.finish(world, attempt_dir, status, summary, watchdog.stop)
 
 
-def agree_on_attempt(config: Config) -> Path:
-    """Without the local launcher: world rank 0 creates the run folder and all others use it. Collective."""
+def agree_on_attempt(config: Config, *, resume: bool, fingerprint: str) -> tuple[Attempt, Ownership | None]:
+    """Without the local launcher: world rank 0 owns the run folder, makes that of the attempt, and all others use it. Collective."""
     with guard.deadline_of_mpi_start(None, f"rank {world_rank_hint()} on host {socket.gethostname()}", config.transport.start_deadline_s):
         from mpi4py import MPI
 
-    from areal_hpc.launch.local import create_run_dir
-
-    made: Path | ConfigError | None = None
+    made: Attempt | ConfigError | None = None
+    ownership: Ownership | None = None
     if MPI.COMM_WORLD.rank == 0:
         try:
-            made = create_run_dir(config)
+            ownership = Ownership.take(Path(config.run_dir))
+            try:
+                made = begin_attempt(config, resume=resume, fingerprint=fingerprint)
+            except ConfigError:
+                ownership.release()
+                raise
+            ownership.keep_alive()
+            for line in [f"took over from {ownership.took_over}, which is gone"] * bool(ownership.took_over) + made.notes:
+                print(line, flush=True)
         except ConfigError as error:
             made = error
     made = MPI.COMM_WORLD.bcast(made, root=0)
     if isinstance(made, ConfigError):
         raise made
     assert made is not None
-    blind = sorted({host for host in MPI.COMM_WORLD.allgather("" if made.is_dir() else socket.gethostname()) if host})
+    blind = sorted({host for host in MPI.COMM_WORLD.allgather("" if made.folder.is_dir() else socket.gethostname()) if host})
     if blind:
         raise ConfigError(
-            f"run_dir={made.parent}: made by world rank 0 but not seen on {', '.join(blind)}; use --run-dir on a file system that all nodes share"
+            f"run_dir={made.folder.parent}: made by world rank 0 but not seen on {', '.join(blind)}; use --run-dir on a file system that all nodes share"
         )
-    return made
+    return made, ownership
+
+
+def needs_first_weights(config: Config) -> bool:
+    """The weights that the run began with are its reference model, also after a restart."""
+    return config.train.kl_coef > 0 and not config.train.reference_path
 
 
 def prepare_model(config: Config, world: World) -> Path:
@@ -149,12 +174,21 @@ def wire_dtype(config: Config) -> torch.dtype:
 
 
 def generate(
-    config: Config, world: World, connection: groups.Connection, problems: Problems, model_dir: Path, rewards: RewardService, phases: Phases, stop: StopFlag
+    config: Config,
+    world: World,
+    connection: groups.Connection,
+    problems: Problems,
+    model_dir: Path,
+    rewards: RewardService,
+    phases: Phases,
+    stop: StopFlag,
+    attempt: Attempt,
+    restart: Restart | None,
 ) -> None:
-    """A generation rank: its engine starts empty and gets version 0 by the first push, as every other version."""
+    """A generation rank: its engine starts empty and gets its first version by a push, as every other."""
     tokenizer = Tokenizer.from_folder(model_dir)
     engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
-    lane = open_outgoing(config, world)
+    lane = open_outgoing(config, world, attempt.number)
     shapes = ((name, tensor.shape) for name, tensor in engine.named_weights())
     manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
     manifest.agree(world.comm)
@@ -171,6 +205,7 @@ def generate(
         mailbox=Mailbox(world.control),
         phases=phases,
         stop=stop,
+        **(resumed_work(config, world, restart) if restart is not None else {}),
     )
     worker.run()
     phases.enter("stop")
@@ -184,16 +219,20 @@ def train(
     connection: groups.Connection,
     problems: Problems,
     model_dir: Path,
-    attempt_dir: Path,
+    attempt: Attempt,
     phases: Phases,
     stop: StopFlag,
+    restart: Restart | None,
 ) -> tuple[int, dict]:
     """A training rank. Returns the exit status and, on training rank 0, the summary for exit.json."""
     decoder_config = hf.load_config(model_dir)
     mesh = groups.training_mesh(world, connection.device)
     trainer = Trainer(decoder_config, config.train, temperature=config.generation.temperature, device=connection.device, mesh=mesh, dtype=wire_dtype(config))
-    trainer.load(open_weights_of(model_dir))
-    lanes = open_incoming(config, world)
+    if restart is None or config.train.kl_coef > 0:
+        trainer.load(open_weights_of(model_dir))
+    if restart is not None:
+        load_checkpoint(restart.folder, trainer)
+    lanes = open_incoming(config, world, attempt.number)
     shapes = ((shard.name, shard.shape) for shard in trainer.named_shards())
     manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
     manifest.agree(world.comm)
@@ -204,34 +243,52 @@ def train(
     held = UNBOUNDED_HELD if config.staleness.max_staleness != "inf" else 2 * config.groups_per_batch
     collector = Collector(world.role_rank, lanes, max_held=held)
     composer = Composer(config, world.num_training, attention_crossover_tokens(decoder_config))
-    head = open_head(config, world, mailbox, publisher, composer, attempt_dir, phases, problems, stop) if world.is_first_trainer else None
-    rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, head, stop)
-    tokenizer_files = hf.tokenizer_files(model_dir)
-
-    def save(step: int) -> None:
-        meta = {"policy_version": step, "fingerprint": problems.fingerprint, "closed_tickets": head.composer.ledger.closed.to_list() if head else []}
-        save_checkpoint(attempt_dir.parent / "checkpoints" / f"step-{step:06d}", trainer, meta, tokenizer_files)
-
-    steps = training_loop(rank, save)
+    run_dir, tokenizer_files = attempt.folder.parent, hf.tokenizer_files(model_dir)
+    saver = RankSaver.create(world, run_dir, trainer, collector, tokenizer_files)
+    head = None
+    if world.is_first_trainer:
+        expected_bytes = 3 * 4 * sum(math.prod(entry.shape) for entry in manifest.entries)  # float32 parameters and two moments
+        head = open_head(config, world, mailbox, publisher, composer, attempt, phases, problems, stop, restart, expected_bytes)
+    if restart is not None:
+        collector.put_back(restart.cut.finished_of(world.role_rank, world.num_training))
+        restore_random_state(restart, world)
+    rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, saver, head, stop)
+    steps = training_loop(rank)
     finished = steps == config.train.num_steps
-    with phases("save"):
-        if finished:
-            save_model(attempt_dir.parent / "model", trainer, decoder_config, tokenizer_files)
-        else:
-            save(steps)
+    if finished:
+        with phases("save"):
+            save_model(run_dir / "model", trainer, decoder_config, tokenizer_files)
     summary = end_run(rank, finished=finished)
     phases.enter("stop")
     lanes.close(config.transport.push_deadline_s)
+    status = guard.DONE
     if head is not None:
         if not finished:
-            text = f"stopped on request ({head.stop_reason}) after step {steps}; checkpoint written"
+            newest = head.saves.newest
+            status = guard.FAILED if newest is None else guard.REQUEUE
+            kept = "no checkpoint could be written" if newest is None else f"complete checkpoint of step {newest}"
+            text = f"stopped on request ({head.stop_reason}) after step {steps}; {kept}"
             head.recorder.log.event(world.world_rank, "stopped", text)
             head.recorder.progress.message(text)
         head.recorder.log.close()
         head.recorder.progress.finish()
         summary["log"] = head.recorder.log.state()
-    status = guard.REQUEUE if not finished else guard.LOG_INCOMPLETE if head is not None and head.recorder.log.num_missing else guard.DONE
+        if finished and head.recorder.log.num_missing:
+            status = guard.LOG_INCOMPLETE
     return status, {"steps": steps, **summary}
+
+
+def resumed_work(config: Config, world: World, restart: Restart) -> dict[str, Any]:
+    """Fields of a RolloutWorker that goes on from a checkpoint: what may not be granted again, and this rank's share of what was on its way."""
+    restore_random_state(restart, world)
+    unfinished = restart.cut.unfinished_of(world.role_rank, world.num_generation, static=config.staleness.eta == 0)
+    return {"dispatcher": Dispatcher(known=restart.cut.known()), "resumed": unfinished}
+
+
+def restore_random_state(restart: Restart, world: World) -> None:
+    """Of the rank that had this place when the checkpoint was written, if there was one."""
+    if saved := restart.cut.random_of(world.role, world.role_rank):
+        random_state.restore(saved)
 
 
 def open_head(
@@ -240,16 +297,20 @@ def open_head(
     mailbox: Mailbox,
     publisher: Publisher,
     composer: Composer,
-    attempt_dir: Path,
+    attempt: Attempt,
     phases: Phases,
     problems: Problems,
     stop: StopFlag,
+    restart: Restart | None,
+    expected_bytes: int,
 ) -> Head:
-    """The log and the progress display of training rank 0."""
-    save_yaml(config, attempt_dir / "config.yaml")
+    """The log, the progress display and the book of checkpoints of training rank 0. `expected_bytes`: of the parameters and their moments."""
+    attempt_dir = attempt.folder
     attributes = {
-        "config": (attempt_dir / "config.yaml").read_text(),
+        "config": as_yaml(config),
         "fingerprint": problems.fingerprint,
+        "attempt": attempt.number,
+        "resumed_from_step": -1 if restart is None else restart.meta["step"],
         **problems.report.attributes(),
         "num_generation_ranks": world.num_generation,
         "num_training_ranks": world.num_training,
@@ -266,4 +327,27 @@ def open_head(
         progress.message(line)
     progress.message(f"{len(problems.train)} training and {len(problems.heldout)} held-out problems")
     sources = [source_of(problem) for problem in problems.heldout]
-    return Head(config, world, mailbox, publisher, composer, recorder, stop=stop, heldout_sources=sources)
+
+    said = set[str]()
+
+    def say(kind: str, text: str) -> None:
+        log.event(world.world_rank, kind, text)
+        if kind not in ("save", *(said & {"save_skipped"})):  # the rest is in the log
+            progress.message(text)
+        said.add(kind)
+
+    saves = Saves(config, world, mailbox, attempt_dir.parent, expected_bytes, say)
+    if restart is not None:
+        composer.restore(restart.meta, restart.cut)
+        recorder.tokens_trained, recorder.accuracy_before = restart.meta["tokens_trained"], restart.meta["accuracy_before"]
+        recorder.earlier_s, saves.newest = restart.meta["elapsed_s"], restart.meta["step"]
+        text = f"goes on from step {restart.meta['step']}: {restart.cut.num_finished} groups waiting, {restart.cut.num_unfinished} on their way"
+        say("resume", text + (f"; {restart.cut.num_duplicates} duplicates left out" if restart.cut.num_duplicates else ""))
+    data_state = {
+        "fingerprint": problems.fingerprint,
+        "attempt": attempt.number,
+        "generation_ranks": world.num_generation,
+        "training_ranks": world.num_training,
+        "config": as_yaml(config),
+    }
+    return Head(config, world, mailbox, publisher, composer, recorder, stop, saves, data_state, heldout_sources=sources)

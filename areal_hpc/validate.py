@@ -6,11 +6,15 @@ import importlib.util
 import os
 from pathlib import Path
 
+from areal_hpc.checkpoints import is_complete, steps_of
 from areal_hpc.config import Config, ConfigError, num_training_ranks
 
 
-def check_inputs(config: Config) -> None:
-    """Data and model folder. Raises ConfigError: malformed data, no prompt short enough, a chat template that refuses the prompts, missing model files."""
+def check_inputs(config: Config) -> str:
+    """Data and model folder; returns the fingerprint of the data.
+
+    Raises ConfigError: malformed data, no prompt short enough, a chat template that refuses the prompts, missing model files.
+    """
     from areal_hpc.data.datasets import load_problems
     from areal_hpc.data.prompts import Prompts
     from areal_hpc.models.tokenizer import Tokenizer, build
@@ -33,7 +37,7 @@ def check_inputs(config: Config) -> None:
         if not (reference / "config.json").is_file():
             raise ConfigError(f"train.reference_path={reference}: neither a Hugging Face folder nor a checkpoint (no config.json)")
         check_weight_files(reference)
-    Prompts(config.data, tokenizer).fitting(problems)
+    return Prompts(config.data, tokenizer).fitting(problems).fingerprint
 
 
 PAGE_BYTES = 4096
@@ -83,14 +87,13 @@ def check_weight_files(folder: Path) -> None:
 
 
 def model_folder(path: Path) -> Path:
-    """A Hugging Face folder or checkpoint; for a run folder its final model, else its newest checkpoint. Raises ConfigError when there is none."""
+    """A Hugging Face folder or checkpoint; for a run folder its final model, else its newest complete checkpoint. Raises ConfigError when there is none."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder")
     if (path / "config.json").is_file():
         return path
     if (path / "model" / "config.json").is_file():
         return path / "model"
-    checkpoints = sorted((path / "checkpoints").glob("step-??????"))
-    if checkpoints:
-        return checkpoints[-1]
+    if complete := [folder for folder in steps_of(path).values() if is_complete(folder)]:
+        return complete[-1]
     raise ConfigError(f"{path} holds neither a model (config.json) nor a run with a model or checkpoint")

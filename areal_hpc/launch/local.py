@@ -22,6 +22,8 @@ from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import save_yaml
 from areal_hpc.launch import deaths
 from areal_hpc.launch.deaths import Deaths
+from areal_hpc.launch.ownership import Ownership
+from areal_hpc.launch.resume import Attempt, attempts_of, keep_as_newest, next_attempt, steps_done
 
 USER_ERROR = 2
 LOG_INCOMPLETE = 3
@@ -86,18 +88,35 @@ def create_run_dir(config: Config) -> Path:
         if (run_dir / "config.yaml").exists():
             raise FileExistsError
         attempt_dir.mkdir(parents=True)
+        save_yaml(config, attempt_dir / "config.yaml")
         save_yaml(config, run_dir / "config.yaml")
     except FileExistsError:
-        raise ConfigError(f"run_dir={run_dir} holds a run already; choose another folder with --run-dir") from None
+        raise ConfigError(f"run_dir={run_dir} holds a run already; go on with it by --resume, or choose another folder with --run-dir") from None
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir}: {error.strerror}") from None
     return attempt_dir
 
 
+def begin_attempt(config: Config, *, resume: bool, fingerprint: str) -> Attempt:
+    """The folder of a new run, or of the next attempt of one, as the owner of the run directory. Raises ConfigError."""
+    return next_attempt(config, fingerprint) if resume else Attempt(create_run_dir(config))
+
+
+def is_done(config: Config, *, resume: bool) -> bool:
+    """Nothing is left to resume; says so."""
+    done = resume and 0 < config.train.num_steps <= steps_done(Path(config.run_dir))
+    if done:
+        print(f"{config.run_dir} has its {config.train.num_steps} steps already; more of them: --train.num-steps", flush=True)
+    return done
+
+
 def discard_run_dir(attempt_dir: Path) -> None:
-    """Take back what `create_run_dir` made, and nothing else: the run folder may be one that holds other files of the user."""
+    """Take back what `begin_attempt` made, and nothing else: the run folder may be one that holds earlier attempts, or other files of the user."""
     run_dir = attempt_dir.parent
     shutil.rmtree(attempt_dir)
+    if earlier := [path / "config.yaml" for path in attempts_of(run_dir).values() if (path / "config.yaml").exists()]:
+        keep_as_newest(run_dir, earlier[-1])
+        return
     (run_dir / "config.yaml").unlink()
     if not any(run_dir.iterdir()):
         run_dir.rmdir()
@@ -111,7 +130,8 @@ def _end_with_parent() -> None:
 class LocalJob:
     """One mpiexec and the signals that reach it."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], inherited: tuple[int, ...] = ()) -> None:
+        """`inherited`: file descriptors that mpiexec, and through it the ranks, hold too."""
         self.num_signals = 0
         # A session of its own: Ctrl-C on the terminal reaches the launcher only, which passes it on once.
         # The launcher has no threads, so running a function between fork and exec is safe.
@@ -120,6 +140,7 @@ class LocalJob:
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=inherited,
             preexec_fn=_end_with_parent,  # noqa: PLW1509
         )
         for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -150,10 +171,21 @@ class LocalJob:
             return self.process.wait()
 
 
-def launch(config: Config) -> int:
-    """Run the checked configuration; returns the exit status of the job."""
-    launcher = find_launcher()
-    attempt_dir = create_run_dir(config)
+def launch(config: Config, *, resume: bool = False, fingerprint: str = "") -> int:
+    """Run the checked configuration; returns the exit status of the job. `resume`: go on with the run; `fingerprint`: of the data, which may not have changed then."""
+    if is_done(config, resume=resume):
+        return 0
+    ownership = Ownership.take(Path(config.run_dir))
+    try:
+        return _launch_owned(config, begin_attempt(config, resume=resume, fingerprint=fingerprint), ownership)
+    finally:
+        ownership.release()
+
+
+def _launch_owned(config: Config, attempt: Attempt, ownership: Ownership) -> int:
+    launcher, attempt_dir = find_launcher(), attempt.folder
+    for line in [f"took over from {ownership.took_over}, which is gone"] * bool(ownership.took_over) + attempt.notes:
+        print(line, flush=True)
     print(f"{config.topology.num_ranks} ranks, {launcher.flavour}; run folder {config.run_dir}", flush=True)
     began_at = time.time()
     command = [
@@ -164,10 +196,11 @@ def launch(config: Config) -> int:
         "run",
         config.recipe,
         "--config",
-        str(attempt_dir.parent / "config.yaml"),
+        str(attempt_dir / "config.yaml"),
     ]
     try:
-        job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt_dir))
+        job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt), (ownership.descriptor,))
+        ownership.keep_alive()
         died = Deaths(attempt_dir, config.topology.num_ranks)
         status = final_status(job.wait(died), attempt_dir, job.num_signals, died)
     finally:
@@ -181,7 +214,7 @@ def launch(config: Config) -> int:
     return status
 
 
-def rank_environment(config: Config, attempt_dir: Path) -> dict[str, str]:
+def rank_environment(config: Config, attempt: Attempt) -> dict[str, str]:
     """Variables that every rank sees."""
     threads = str(config.topology.threads_per_rank)
     live = sys.stdout.isatty()
@@ -189,7 +222,7 @@ def rank_environment(config: Config, attempt_dir: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
-        "AREAL_HPC_ATTEMPT_DIR": str(attempt_dir),
+        **attempt.environment(),
         "AREAL_HPC_PROGRESS": os.environ.get("AREAL_HPC_PROGRESS", "live" if live else "lines"),
         "COLUMNS": str(shutil.get_terminal_size().columns),
     }

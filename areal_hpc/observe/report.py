@@ -1,6 +1,7 @@
 """From the logs of a run to what one wants to know of it: is it learning, what bounds it, how old is the data.
 
-1. `load` joins the attempts of a run: where a later attempt repeated steps after a restart, its rows count and the earlier ones do not.
+1. `load` joins the attempts of a run: where a later attempt repeated steps after a restart, its rows count and the earlier ones do not. The version that it began
+   with is pushed, and perhaps evaluated, a second time: there too the later rows count.
 2. `summary` reduces the tables to a few numbers; `bottleneck` puts in words which role waited for which.
 3. `write_report` writes RUN/report/: report.md, four PNG plots (see plots.py), steps.csv, and samples.html if the run saved answers for reading.
 
@@ -99,10 +100,14 @@ def _read(path: Path, name: str) -> np.ndarray:
 
 
 def _join(attempts: list[dict[str, np.ndarray]], table: str, column: str) -> np.ndarray:
-    parts, first_step_later = [], math.inf
+    parts: list[np.ndarray] = []
+    first_step_later = math.inf
     for attempt in reversed(attempts):
         rows = attempt[table]
-        parts.append(rows[rows[column] < first_step_later])
+        rows = rows[rows[column] < first_step_later]
+        if column != "batch":  # one row a version: the one that a later attempt began with is in both
+            rows = rows[~np.isin(rows[column], [row for part in parts for row in part[column]])]
+        parts.append(rows)
         if len(attempt["steps"]):
             first_step_later = min(first_step_later, int(attempt["steps"]["step"].min()))
     return np.concatenate(parts[::-1])

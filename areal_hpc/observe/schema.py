@@ -169,7 +169,7 @@ def _trajectories() -> Table:
         (
             c("ticket", "<i8", "1", "number of its group"),
             c("sample", "<i4", "1", "number within the group"),
-            c("generation_rank", "<i4", "rank", "world rank that generated it"),
+            c("generation_rank", "<i4", "rank", "world rank that generated it; -1: it was finished in an earlier attempt"),
             c("batch", "<i4", "1", "step that closed it"),
             c("prompt_tokens", "<i4", "token", "length of the prompt"),
             c("answer_tokens", "<i4", "token", "length of the answer, stop token included"),

@@ -7,11 +7,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from areal_hpc.config import Reward
+from areal_hpc.config import Config, Reward
 from areal_hpc.reward.service import Verdict
-from areal_hpc.rollout.engines.base import Completion
+from areal_hpc.rollout.engines.base import Begun, Completion, Request
+from areal_hpc.rollout.engines.sampling import stream_key
 from areal_hpc.transport.samples import AnswerText
 from areal_hpc.transport.trajectory import GRADED, Group, Status, Trajectory
+
+
+def training_request(config: Config, ticket: int, sample: int, prompt_P: np.ndarray, begun: Begun | None = None) -> Request:
+    """One sample of a ticket for the engine; `begun`: its first tokens, from an earlier attempt."""
+    generation = config.generation
+    return Request(
+        request_id=ticket * config.train.group_size + sample,
+        prompt_tokens=prompt_P,
+        stream=stream_key(config.seed, ticket, sample),
+        max_new_tokens=generation.max_new_tokens,
+        begun=begun,
+        temperature=generation.temperature,
+    )
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Who starts which ticket. Generation rank 0 grants tickets in order, below the ticket limit, in blocks sized to what a rank can take; ranks ask one block ahead.
 
 At eta = 0 nothing is granted by message: ticket k belongs to generation rank k mod G, in order, so that the same seed gives the same batches, bit for bit.
+Tickets that a resumed run knows already (closed, or on their way at the cut) are passed over: everything else below the limit is granted, again or for the first time.
 A grant carries the policy version that its limit came from. The ticket must not start under an older one, otherwise the hard staleness bounds would not hold.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+
+from areal_hpc.intervals import IntervalSet
 
 Grant = tuple[list[int], int]
 """(tickets, version they may start under)."""
@@ -17,8 +20,13 @@ Grant = tuple[list[int], int]
 class Dispatcher:
     """Generation rank 0's counter of tickets and the queue of ranks that want some."""
 
+    known: IntervalSet = field(default_factory=IntervalSet)
+    """Tickets that are not granted: those that the run had known when it was resumed."""
     next_ticket: int = 0
     _wants: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.next_ticket = self.known.first_missing(self.next_ticket)
 
     def want(self, rank: int, count: int) -> None:
         """A rank asks for `count` tickets."""
@@ -29,9 +37,11 @@ class Dispatcher:
         granted = []
         while self._wants and self.next_ticket < ticket_limit:
             rank, count = self._wants.popleft()
-            stop = min(self.next_ticket + count, ticket_limit)
-            granted.append((rank, (list(range(self.next_ticket, stop)), version)))
-            self.next_ticket = stop
+            tickets: list[int] = []
+            while len(tickets) < count and self.next_ticket < ticket_limit:
+                tickets.append(self.next_ticket)
+                self.next_ticket = self.known.first_missing(self.next_ticket + 1)
+            granted.append((rank, (tickets, version)))
         return granted
 
 
@@ -43,6 +53,8 @@ class Leases:
     num_generation: int
     static: bool
     """eta = 0: tickets are role_rank, role_rank + G, ... and nobody is asked."""
+    known: IntervalSet = field(default_factory=IntervalSet)
+    """As the dispatcher's; for eta = 0."""
     asked: bool = False
     _held: deque[tuple[int, int]] = field(default_factory=deque)
     _next_static: int = -1
@@ -62,7 +74,8 @@ class Leases:
     def raise_limit(self, ticket_limit: int, version: int) -> None:
         """eta = 0: take this rank's share of the tickets below the new limit."""
         while self.static and self._next_static < ticket_limit:
-            self._held.append((self._next_static, version))
+            if self._next_static not in self.known:
+                self._held.append((self._next_static, version))
             self._next_static += self.num_generation
 
     def num_to_ask(self, num_free_groups: int) -> int:

@@ -1,7 +1,7 @@
 """The loop of a generation rank: lease tickets, decode, grade, push into the ring; take new weights between two steps.
 
 consumes        ticket leases (generation rank 0), new weights (all training ranks), verdicts (its reward service)
-produces        groups in its ring lane; STARTED, CONFIRM, SWAPPED, EVALUATED, SAMPLES and OBSERVED messages
+produces        groups in its ring lane; its file of each checkpoint; STARTED, CONFIRM, SWAPPED, EVALUATED, SAMPLES, SAVED and OBSERVED messages
 waits for       the gate (no ticket may start) or a full ring; never for a busy trainer
 unblocked by    a raised ticket limit; the training rank that empties the lane
 """
@@ -20,13 +20,14 @@ from areal_hpc.models.tokenizer import Tokenizer
 from areal_hpc.observe.memory import resident_bytes
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.reward.service import RewardService, Verdict
-from areal_hpc.rollout.engines.base import Completion, Engine, Request
-from areal_hpc.rollout.engines.sampling import stream_key
+from areal_hpc.rollout.engines.base import Completion, Engine
 from areal_hpc.rollout.evaluate import EVALUATION_IDS, EvaluationInProgress, evaluation_requests
-from areal_hpc.rollout.groups import GroupInProgress
+from areal_hpc.rollout.groups import GroupInProgress, training_request
 from areal_hpc.rollout.leases import Dispatcher, Leases
+from areal_hpc.rollout.snapshot import Snapshots, take_up
 from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
+from areal_hpc.transport.cut import UnfinishedGroup
 from areal_hpc.transport.lanes import Outgoing
 from areal_hpc.transport.messages import Mailbox, Message, Tag
 from areal_hpc.transport.samples import is_saved, pieces
@@ -65,6 +66,9 @@ class RolloutWorker:
     evaluation: EvaluationInProgress | None = None
     groups: dict[int, GroupInProgress] = field(default_factory=dict)
     outbox: deque[Group] = field(default_factory=deque)
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    resumed: list[UnfinishedGroup] = field(default_factory=list)
+    """Of the checkpoint that the run goes on from; taken up with the first weights."""
     leases: Leases = field(init=False)
     dispatcher: Dispatcher = field(default_factory=Dispatcher)
     _tickets: Tickets = field(init=False)
@@ -75,7 +79,7 @@ class RolloutWorker:
     _told_signal: bool = False
 
     def __post_init__(self) -> None:
-        self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0)
+        self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0, known=self.dispatcher.known)
         self._tickets = Tickets(len(self.problems.train), self.config.seed)
         self._prompts = Prompts(self.config.data, self.tokenizer)
 
@@ -95,6 +99,7 @@ class RolloutWorker:
             self.collect_verdicts()
             self.push_finished()
             self.lane.progress()
+            self.tell_saved()
             self.report()
         self.report(final=True)
 
@@ -114,6 +119,8 @@ class RolloutWorker:
             self.dispatcher.want(message.source, message.body)
         elif message.tag == Tag.LEASE:
             self.leases.receive(message.body)
+        elif message.tag == Tag.SNAPSHOT:
+            self.snapshots.take(self, *message.body)
         elif message.tag == Tag.STOP:
             self.stopped = True
         else:
@@ -140,15 +147,24 @@ class RolloutWorker:
             pause_s = time.monotonic() - paused_at
         self.mailbox.post(self.trainer, Tag.SWAPPED, (staged.version, pause_s))
         self._raise_limit(staged.version, staged.ticket_limit)
+        self._take_up_resumed()
         if staged.evaluate:
             self._begin_evaluation(staged.version)
+
+    def _take_up_resumed(self) -> None:
+        """The first weights are here: go on with what was on its way when the run was cut."""
+        groups, self.resumed = self.resumed, []
+        for group in groups if not self.final else []:
+            index = self._tickets.problem_index(group.ticket)
+            take_up(self, group, index, self._prompts.tokens(self.problems.train[index]))
+            self.counters["resumed_groups"] += 1
 
     def _abandon_training(self) -> None:
         """The last version came: sequences still running belong to no batch."""
         self.final = True
         size = self.config.train.group_size
         self.engine.abort([ticket * size + sample for ticket, group in self.groups.items() for sample in range(size) if sample not in group.completions])
-        self.counters["unfinished_groups"] += len(self.groups) + len(self.outbox)
+        self.counters["unfinished_groups"] += len(self.groups) + len(self.outbox) + len(self.resumed)
         for ticket in [*self.groups, *(group.ticket for group in self.outbox)]:
             self.lane.producer.cancel(ticket)
         self.groups.clear()
@@ -193,19 +209,7 @@ class RolloutWorker:
         self.lane.producer.begin(ticket)
         self._unreported.append(ticket)
         self.counters["admitted_groups"] += 1
-        generation = self.config.generation
-        self.engine.add(
-            [
-                Request(
-                    request_id=ticket * size + sample,
-                    prompt_tokens=prompt_P,
-                    stream=stream_key(self.config.seed, ticket, sample),
-                    max_new_tokens=generation.max_new_tokens,
-                    temperature=generation.temperature,
-                )
-                for sample in range(size)
-            ]
-        )
+        self.engine.add([training_request(self.config, ticket, sample, prompt_P) for sample in range(size)])
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
@@ -288,8 +292,8 @@ class RolloutWorker:
             raise RuntimeError(f"{failed} of {total} answers could not be graded ({kinds}): more than reward.max_failure_rate={limit:g}")
 
     def push_finished(self) -> None:
-        """Write finished groups into the ring as long as it has room."""
-        while self.outbox:
+        """Write finished groups into the ring as long as it has room; before them the marker of a checkpoint whose copy they are part of."""
+        while self.snapshots.push_marker(self.lane.producer) and self.outbox:
             group = self.outbox[0]
             slot = self.lane.producer.try_reserve(group_bytes(group))
             if slot is None:
@@ -306,6 +310,11 @@ class RolloutWorker:
                 )
             self.outbox.popleft()
             self.counters["pushed_groups"] += 1
+
+    def tell_saved(self) -> None:
+        """This rank's part of a checkpoint is done."""
+        if (saved := self.snapshots.poll()) is not None:
+            self.mailbox.post(self.trainer, Tag.SAVED, saved)
 
     # -- evaluation and reports ------------------------------------------------------------------------------------
 
@@ -341,7 +350,7 @@ class RolloutWorker:
         if not self.stopped:
             self.lane.check()  # at the gate nothing is written, and a dead training rank would go unnoticed
         if final:
-            self.counters["unfinished_groups"] += len(self.groups) + len(self.outbox)
+            self.counters["unfinished_groups"] += len(self.groups) + len(self.outbox) + len(self.resumed)
         body = {
             "phases": self.phases.drain(),
             "tokens": self.num_tokens,

@@ -1,17 +1,16 @@
-"""Checkpoints of the trainer (sharded, for resuming) and models in Hugging Face format (whole, for everybody else).
+"""What a checkpoint holds of the trainer, and models in Hugging Face format (whole, for everybody else).
 
     step-000123/
       state/        parameters, AdamW moments and counters: torch.distributed.checkpoint, each rank writes its own rows; readable on any number of ranks
-      meta.json     what the run knows: policy version, closed tickets, config, data fingerprint; written last, so its presence means "complete"
       config.json, tokenizer.json, ...   as in a Hugging Face folder, so that `export_checkpoint` needs nothing else
 
-Both kinds are written beside their target and renamed: a reader, or a resumed run, never meets half of one.
+Parameters are written from a copy, by a thread, while training goes on: `copy_state`, then `write_parameters`. Who does it when, and what else is in the folder:
+saving.py. What makes it complete: areal_hpc/checkpoints.py.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,9 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from areal_hpc.config import ConfigError
+from areal_hpc.checkpoints import SavedFile, is_complete, read_meta, slow_down, sync, write_synced
 from areal_hpc.models import hf
 from areal_hpc.models.decoder_config import DecoderConfig
 from areal_hpc.train.sharding import Rows
@@ -31,57 +31,67 @@ from areal_hpc.train.trainer import Trainer
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # a single rank needs none
 
-META_FILE = "meta.json"
 STATE_FOLDER = "state"
 
 
-def save_checkpoint(folder: Path, trainer: Trainer, meta: Mapping[str, Any], tokenizer_files: Mapping[str, bytes] | None = None) -> None:
-    """Write a checkpoint; collective over the training ranks, complete on return. An older one of that name is replaced.
+def copy_state(trainer: Trainer) -> dict[str, Tensor]:
+    """This rank's rows of parameters, moments and counters, copied to host memory: the next update may begin."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainer.state_dict().items()}
 
-    `meta` must be JSON-serialisable. Every training rank sees `folder` (a shared file system where they span nodes). Raises OSError when the disk refuses.
+
+def write_parameters(partial: Path, state: dict[str, Tensor], role_rank: int, group: dist.ProcessGroup | None) -> list[SavedFile]:
+    """Write a copied state and push it to the disk. Collective over `group`, which nothing else may use meanwhile; None: a single rank.
+
+    Returns the files of this rank. Raises OSError with the reason when a disk refuses, on every rank alike.
     """
-    partial = folder.with_name(f"{folder.name}.tmp")
-    is_root = trainer.model.role_rank == 0
-    if is_root:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier(trainer)
-    dcp.save(trainer.state_dict(), checkpoint_id=partial / STATE_FOLDER, **_collective(trainer))
-    if is_root:
-        for name, content in (tokenizer_files or {}).items():
-            hf.write_synced(partial / name, content)
-        hf.write_synced(partial / "config.json", (json.dumps(trainer.decoder_config.to_hf(), indent=2) + "\n").encode())
-        hf.sync(partial / STATE_FOLDER)
-        hf.write_synced(partial / META_FILE, (json.dumps(dict(meta), indent=2) + "\n").encode())
-        hf.sync(partial)
-        _replace(folder, partial)
-    _barrier(trainer)
+    slow_down()
+    folder = partial / STATE_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        dcp.save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"training rank {rank}: {_reason(cause)}") from error
+    except RuntimeError as error:  # a single rank: torch's writer does not say OSError
+        raise OSError(_reason(error)) from error
+    names = sorted(path.name for path in folder.glob(f"__{role_rank}_*.distcp"))
+    if role_rank == 0:
+        names.append(".metadata")
+    sync(folder)
+    return [SavedFile.of(partial, f"{STATE_FOLDER}/{name}") for name in names]
+
+
+def _reason(error: BaseException) -> str:
+    """What the disk said, which torch's writer hides behind an error of its own; else that error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return " ".join(str(error).split())[:200]
+
+
+def write_model_files(partial: Path, decoder_config: DecoderConfig, tokenizer_files: Mapping[str, bytes]) -> list[SavedFile]:
+    """config.json and the tokenizer, in Hugging Face format. Raises OSError."""
+    files = {**tokenizer_files, "config.json": (json.dumps(decoder_config.to_hf(), indent=2) + "\n").encode()}
+    for name, content in files.items():
+        write_synced(partial / name, content)
+    return [SavedFile.of(partial, name) for name in files]
 
 
 def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
     """Restore parameters, optimiser and counters on any number of training ranks; returns `meta`. Collective. Raises ConfigError if incomplete."""
     meta = read_meta(folder)
     state = trainer.state_dict()
-    dcp.load(state, checkpoint_id=folder / STATE_FOLDER, **_collective(trainer))
+    single = trainer.model.num_ranks == 1
+    dcp.load(state, checkpoint_id=folder / STATE_FOLDER, no_dist=single, process_group=None if single else trainer.model.group)
     trainer.load_state_dict(state)
     return meta
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
-    """`meta.json` of a complete checkpoint. Raises ConfigError when there is none."""
-    if not is_checkpoint(folder):
-        raise ConfigError(f"{folder}: not a complete checkpoint (no {META_FILE})")
-    return json.loads((folder / META_FILE).read_text())
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder holds a complete checkpoint (rather than a Hugging Face model, or nothing)."""
-    return (folder / META_FILE).is_file()
-
-
 def open_weights_of(path: Path) -> Iterator[tuple[str, Rows]]:
     """(name, tensor of which rows can be read) of every weight: of a Hugging Face folder no more than those rows is read. Raises as `load_weights_from`."""
-    return load_weights_from(path) if is_checkpoint(path) else hf.open_weights(path)
+    return load_weights_from(path) if is_complete(path) else hf.open_weights(path)
 
 
 def load_weights_from(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -89,7 +99,7 @@ def load_weights_from(path: Path) -> Iterator[tuple[str, Tensor]]:
 
     `hf.load_config` and `hf.tokenizer_files` read either kind of folder as well. Raises ConfigError when files are missing or damaged.
     """
-    if not is_checkpoint(path):
+    if not is_complete(path):
         yield from hf.load_weights(path)
         return
     reader = dcp.FileSystemReader(path / STATE_FOLDER)
@@ -114,23 +124,5 @@ def save_model(folder: Path, trainer: Trainer, decoder_config: DecoderConfig, to
     else:
         for _ in trainer.full_state():
             pass  # takes part in gathering each tensor
-    _barrier(trainer)
-
-
-def _collective(trainer: Trainer) -> dict[str, Any]:
-    return {"no_dist": True} if trainer.model.num_ranks == 1 else {"process_group": trainer.model.group}
-
-
-def _barrier(trainer: Trainer) -> None:
     if trainer.model.num_ranks > 1:
         dist.barrier(group=trainer.model.group)
-
-
-def _replace(folder: Path, partial: Path) -> None:
-    old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    hf.sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 Each training rank empties the lanes it owns (g mod T) into host memory and reports what arrived to training rank 0. Training rank 0 composes the batch and
 sends the plan to all; the payloads then move once, by Alltoallv of bytes, from the rank that holds them to the rank that trains them.
+A checkpoint's cut goes through here: from `begin_cut` on, what is held and what each lane brings before its marker is also noted for the checkpoint.
 Host memory is bounded by the gate; without a gate (eta = inf) lanes are left full beyond `max_held`, and the ring holds the generators back.
 """
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from areal_hpc.train.compose import Plan
 
 
+EARLIER = -1
+"""In place of a generation rank: the group was finished in an earlier attempt."""
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """What training rank 0 learns of a group: everything but the columns."""
@@ -40,6 +45,16 @@ class Arrival:
 
 
 @dataclass(slots=True)
+class _CutUnderWay:
+    """What waits to be trained at a cut, as far as it is known."""
+
+    marker: int
+    groups: dict[int, Group]
+    lanes: set[int]
+    """Generation ranks whose marker has yet to come."""
+
+
+@dataclass(slots=True)
 class Collector:
     """The consuming end of this training rank's lanes."""
 
@@ -48,6 +63,8 @@ class Collector:
     max_held: int
     """Groups kept in host memory before records are left in their lanes."""
     held: dict[int, Group] = field(default_factory=dict)
+    _cut: _CutUnderWay | None = None
+    _put_back: list[Arrival] = field(default_factory=list)
     _order: deque[int] = field(init=False)
     """Generation ranks, the one whose lane is looked at next first."""
 
@@ -55,9 +72,12 @@ class Collector:
         self._order = deque(self.lanes.consumers)
 
     def drain(self) -> list[Arrival]:
-        """Take all records that are there. Never blocks. Raises RuntimeError that names the generation rank behind an empty lane whose process has died."""
+        """Take all records that are there, first what was put back. Never blocks.
+
+        Raises RuntimeError that names the generation rank behind an empty lane whose process has died.
+        """
         self.lanes.receiver.progress()
-        arrivals: list[Arrival] = []
+        arrivals, self._put_back = self._put_back, []
         num_empty = 0
         while len(self.held) < self.max_held and num_empty < len(self._order):  # one record a lane in turn: under `max_held` none may starve
             generation_rank = self._order[0]
@@ -67,11 +87,42 @@ class Collector:
                 num_empty += 1
                 continue
             num_empty = 0
+            if record.kind == "marker":
+                if self._cut is not None and record.ticket == self._cut.marker:
+                    self._cut.lanes.discard(generation_rank)
+                record.release()
+                continue
             ticket, prompt_tokens, table = read_table(record.buffer)
             self.held[ticket] = read_group(record.buffer)
             record.release()
+            if self._cut is not None and generation_rank in self._cut.lanes:
+                self._cut.groups[ticket] = self.held[ticket]
             arrivals.append(Arrival(ticket, generation_rank, self.role_rank, int(table["version_min"].min()), prompt_tokens, table))
         return arrivals
+
+    def put_back(self, groups: Sequence[Group]) -> None:
+        """Groups that waited at the cut of the checkpoint from which the run goes on: they arrive again with the next `drain`."""
+        for group in groups:
+            record = np.zeros(group_bytes(group), np.uint8)
+            write_group(group, record)
+            ticket, prompt_tokens, table = read_table(record)
+            self.held[ticket] = group
+            self._put_back.append(Arrival(ticket, EARLIER, self.role_rank, group.start_version, prompt_tokens, table))
+
+    def begin_cut(self, marker: int) -> None:
+        """The cut of a checkpoint, between two batches: what is held now belongs to it, and what comes before the marker of each lane."""
+        self._cut = _CutUnderWay(marker, dict(self.held), set(self.lanes.consumers))
+
+    def take_cut(self) -> list[Group] | None:
+        """All groups of the cut, by ticket, once the marker of every lane is here; None before."""
+        if self._cut is None or self._cut.lanes:
+            return None
+        cut, self._cut = self._cut, None
+        return [cut.groups[ticket] for ticket in sorted(cut.groups)]
+
+    def lanes_before_marker(self) -> list[int]:
+        """Generation ranks whose marker has not come."""
+        return sorted(self._cut.lanes) if self._cut is not None else []
 
     def _peek(self, generation_rank: int, lane: RingConsumer) -> Record | None:
         try:

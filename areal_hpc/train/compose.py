@@ -7,16 +7,21 @@ starts in its place. Should nearly everything be filtered, the run ends with an 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from areal_hpc.config import Config
+from areal_hpc.intervals import IntervalSet
 from areal_hpc.objectives import Settings, denominator, overlong, settings
 from areal_hpc.staleness import Ledger, age
 from areal_hpc.train.advantages import advantages, has_contrast, overlong_penalty
 from areal_hpc.train.batching import plan_batch
 from areal_hpc.train.collect import Arrival
+from areal_hpc.transport.cut import Cut
 from areal_hpc.transport.trajectory import GRADED
 
 GRADED_VALUES = [int(status) for status in GRADED]
@@ -51,6 +56,19 @@ class Plan:
     """Trained trajectories whose reward the overlong buffer lowered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Groups that a resumed run has from the attempts before it, as of its checkpoint."""
+
+    closed: int = 0
+    waiting: int = 0
+    running: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.closed + self.waiting + self.running
+
+
 @dataclass(slots=True)
 class Composer:
     """Keeps the ledger and the arrivals; makes plans."""
@@ -61,7 +79,9 @@ class Composer:
     """Length at which attention costs as much as the matrices (`models.flops.attention_crossover_tokens`); for the balance over ranks."""
     ledger: Ledger = field(init=False)
     arrivals: dict[int, Arrival] = field(default_factory=dict)
+    resumed: Resumed = Resumed()
     num_arrived: int = 0
+    """Groups that have arrived since the run began, in earlier attempts as far as the checkpoint has them as closed."""
     rejected: list[Arrival] = field(default_factory=list)
     """Groups closed without training that the ranks which hold them have yet to hear of, with the next plan."""
     _unlogged: list[tuple[Arrival, str]] = field(default_factory=list)
@@ -76,6 +96,42 @@ class Composer:
         staleness = self.config.staleness
         self._settings = settings(self.config.train)
         self.ledger = Ledger(staleness.eta, staleness.mode, self.config.groups_per_batch)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the ledger, ready for JSON: taken at the cut. Waiting and running groups are in the ranks' files."""
+        ledger = self.ledger
+        return {
+            "policy_version": ledger.policy_version,
+            "num_rejected": ledger.num_rejected,
+            "num_closed": dict(ledger.num_closed),
+            "closed_tickets": ledger.closed.to_list(),
+        }
+
+    def restore(self, state: Mapping[str, Any], cut: Cut) -> None:
+        """Go on from a checkpoint: before the first arrival. Groups that waited arrive again through the collectors."""
+        ledger = self.ledger
+        ledger.policy_version, ledger.num_rejected = state["policy_version"], state["num_rejected"]
+        ledger.closed, ledger.num_closed = IntervalSet.from_list(state["closed_tickets"]), Counter(state["num_closed"])
+        for ticket, start_version in cut.start_version.items():  # of finished ones too: until a training rank tells of them they would pass for newer ones
+            ledger.start(ticket, start_version)
+        self.num_arrived = len(ledger.closed)
+        self.resumed = Resumed(len(ledger.closed), cut.num_finished, cut.num_unfinished)
+        self.check_books()
+
+    def check_books(self) -> None:
+        """The accounting identity as far as this rank knows it: every group that arrived is closed, for one reason, or waits. Raises RuntimeError."""
+        ledger, num_closed = self.ledger, self.ledger.num_closed
+        trained = ledger.policy_version * ledger.groups_per_batch
+        rejected = num_closed.total() - num_closed["trained"]
+        if (
+            self.num_arrived != len(ledger.closed) + len(ledger.waiting)
+            or (num_closed.total(), num_closed["trained"], ledger.num_rejected) != (len(ledger.closed), trained, rejected)
+            or not ledger.waiting.keys().isdisjoint(ledger.running)
+        ):
+            raise RuntimeError(
+                f"groups do not add up at version {ledger.policy_version}: {self.num_arrived} arrived, {len(ledger.waiting)} waiting, "
+                f"{len(ledger.closed)} closed ({dict(num_closed)}), {ledger.num_rejected} replaced, {trained} should be trained"
+            )
 
     def arrive(self, arrival: Arrival) -> None:
         """A group came out of the ring; one that cannot train is closed. Raises RuntimeError when too many were filtered out since the last batch."""

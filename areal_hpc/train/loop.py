@@ -1,16 +1,18 @@
 """The loop of a training rank: wait for a batch, collect it, train on it, publish the new version.
 
-consumes        groups from its ring lanes; on training rank 0 also CONFIRM, SWAPPED, STARTED, EVALUATED, SAMPLES, OBSERVED and ARRIVED messages
-produces        policy versions; on training rank 0 the plan of each batch, the ticket limit, the log
+consumes        groups from its ring lanes; on training rank 0 also CONFIRM, SWAPPED, STARTED, EVALUATED, SAMPLES, SAVED, OBSERVED and ARRIVED messages
+produces        policy versions, checkpoints (saving.py); on training rank 0 the plan of each batch, the ticket limit, the log
 waits for       a complete batch (no collective is open meanwhile); before each push, the confirmation of the one before
 unblocked by    the rings of the generation ranks; generation ranks that confirm
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from areal_hpc.config import Config
 from areal_hpc.observe.memory import resident_bytes
@@ -21,6 +23,7 @@ from areal_hpc.train.collect import Arrival, Collector, exchange
 from areal_hpc.train.compose import Composer, Plan
 from areal_hpc.train.publish import Publisher
 from areal_hpc.train.record import Recorder
+from areal_hpc.train.saving import RankSaver, Saves
 from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport.evaluation import Share, summarise
 from areal_hpc.transport.messages import Mailbox, Message, Tag
@@ -28,6 +31,18 @@ from areal_hpc.transport.messages import Mailbox, Message, Tag
 POLL_S = 0.0005
 LOOK_EVERY_S = 1.0
 """Between two looks at the processes behind the lanes, and between two signs of life from training rank 0 while a batch is not complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Body of the PLAN message, the same for all training ranks."""
+
+    plan: Plan | None
+    """The next batch; None: the run was asked to stop."""
+    rejected: list[int]
+    """Tickets closed without training since the last batch."""
+    save: bool
+    """A checkpoint is written: after this batch, or before the run stops."""
 
 
 @dataclass(slots=True)
@@ -41,10 +56,15 @@ class Head:
     composer: Composer
     recorder: Recorder
     stop: StopFlag
+    saves: Saves
+    data_state: dict[str, Any]
+    """What meta.json tells of the data and the configuration; the same in every checkpoint of an attempt."""
     heldout_sources: Sequence[str] = ()
     """Source of each held-out problem."""
     groups: list[Arrival] = field(default_factory=list)
     """Groups of the batch that is being trained."""
+    rejected: list[tuple[Arrival, str]] = field(default_factory=list)
+    """Groups closed without training up to the end of that step, with reasons. Those of later belong to the next step, also where a checkpoint cuts between them."""
     _shares: dict[int, list[Share]] = field(default_factory=dict)
     """Evaluations under way: version -> shares received."""
     _num_rejected_told: int = 0
@@ -64,6 +84,13 @@ class Head:
         push = self.publisher.push
         if push is not None and self.publisher.settled and len(push.pause_s) == self.world.num_generation:
             self.log_push()
+        self.saves.poll()
+
+    def begin_save(self, step: int) -> None:
+        """The cut of training rank 0, before anything of the next step happens."""
+        recorder = self.recorder
+        meta = {"step": step, **self.composer.state(), "tokens_trained": recorder.tokens_trained, "accuracy_before": recorder.accuracy_before}
+        self.saves.begin(step, meta | self.data_state | {"elapsed_s": recorder.elapsed_s()})
 
     def log_push(self) -> None:
         """Write the latest push, once."""
@@ -85,6 +112,8 @@ class Head:
         elif message.tag == Tag.SAMPLES:
             if self.recorder.saved is not None:
                 self.recorder.saved.receive(message.body)
+        elif message.tag == Tag.SAVED:
+            self.saves.receive(message.source, message.body)
         elif message.tag == Tag.OBSERVED:
             self.recorder.observed(message)
         elif message.tag == Tag.SIGNALLED:
@@ -108,8 +137,13 @@ class Head:
         """The version about to be published will be evaluated."""
         self._shares[version] = []
 
-    def next_plan(self) -> tuple[Plan, list[int]] | None:
-        """The next batch and the tickets that were rejected meanwhile, for all training ranks; None while it cannot be composed."""
+    def decide(self) -> Decision | None:
+        """What all training ranks do next; None while it cannot be said: no batch can be composed, or a checkpoint has to be complete before the run stops."""
+        version = self.composer.ledger.policy_version
+        if self.stop_reason:
+            if self.saves.busy and not self.saves.overdue:
+                return None
+            return Decision(None, [], save=not self.saves.busy and self.saves.newest != version and self.saves.prepare(version))
         composed = self.composer.compose()
         ledger = self.composer.ledger
         if ledger.num_rejected > self._num_rejected_told:
@@ -119,7 +153,7 @@ class Head:
         if composed is None:
             return None
         plan, self.groups = composed
-        return plan, [arrival.ticket for arrival in self.composer.rejected]
+        return Decision(plan, [arrival.ticket for arrival in self.composer.rejected], save=self.saves.is_due(version + 1))
 
     def wait(self, done: Callable[[], bool], deadline_s: float, what: Callable[[], str]) -> None:
         """Pump until `done`. Raises TimeoutError that says what was waited for."""
@@ -143,6 +177,7 @@ class TrainingRank:
     publisher: Publisher
     mailbox: Mailbox
     phases: Phases
+    saver: RankSaver
     head: Head | None
     stop: StopFlag
     tokens_trained: int = 0
@@ -185,8 +220,49 @@ class TrainingRank:
         self.phases.alive(self.publisher.waits_for)
         self.collector.check_producers()
 
-    def next_plan(self) -> Plan | None:
-        """Wait for the next batch, emptying the lanes meanwhile. None: the run was asked to stop. Raises TimeoutError when no data comes."""
+    def begin_save(self, step: int) -> None:
+        """The cut of a checkpoint on this rank: between the optimiser step that made version `step` and anything that depends on that version."""
+        with self.phases("save"):
+            if self.head is not None:
+                self.head.begin_save(step)
+            self.saver.begin(step)
+
+    def go_on_saving(self) -> None:
+        """Tell training rank 0 when this rank's share is done. Never blocks."""
+        saved = self.saver.poll()
+        if saved is None:
+            return
+        if self.head is not None:
+            self.head.saves.receive(self.world.world_rank, saved)
+        else:
+            self.mailbox.post(self.world.training_ranks[0], Tag.SAVED, saved)
+
+    def finish_saving(self) -> None:
+        """Before the run ends: until the checkpoint under way is complete, has failed or is overdue. Lanes are emptied up to their markers meanwhile."""
+        self.phases.enter("save")
+        self.collector.max_held = sys.maxsize  # no batch will make room any more
+        stop_at = time.monotonic() + self.config.checkpoint.deadline_s
+        while self.saver.busy and time.monotonic() < stop_at:
+            self._pass_on(self.collector.drain())
+            self.collector.check_producers()
+            self.go_on_saving()
+            if self.head is not None:
+                self.head.pump()
+            time.sleep(POLL_S)
+        if self.head is not None:
+            saves = self.head.saves
+            self.head.wait(lambda: not saves.busy or saves.overdue, 2 * self.config.checkpoint.deadline_s, lambda: "a checkpoint")
+
+    def _pass_on(self, arrivals: list[Arrival]) -> None:
+        """Training rank 0 learns what has arrived here."""
+        if self.head is not None:
+            for arrival in arrivals:
+                self.head.composer.arrive(arrival)
+        elif arrivals:
+            self.mailbox.post(self.world.training_ranks[0], Tag.ARRIVED, arrivals)
+
+    def next_plan(self) -> Decision:
+        """Wait for the next batch, emptying the lanes meanwhile, or for the decision to stop. Raises TimeoutError when no data comes."""
         self.phases.enter("wait_data")
         self._progress_at = time.monotonic()
         deadline_s = self.config.transport.data_deadline_s
@@ -194,11 +270,11 @@ class TrainingRank:
         while True:
             self.phases.alive(waits_for)
             arrivals = self.collector.drain()
+            self.go_on_saving()
             found = self._compose(arrivals) if self.head is not None else self._ask_head(arrivals)
             if found is not None:
-                plan, rejected = found
-                self.collector.drop(rejected)
-                return plan
+                self.collector.drop(found.rejected)
+                return found
             now = time.monotonic()
             if now > self._progress_at + deadline_s:
                 raise TimeoutError(f"no trajectory came for {deadline_s:g} s; {self._what_is_missing()}")
@@ -208,16 +284,15 @@ class TrainingRank:
             if not arrivals:
                 time.sleep(POLL_S)
 
-    def _compose(self, arrivals: list[Arrival]) -> tuple[Plan | None, list[int]] | None:
+    def _compose(self, arrivals: list[Arrival]) -> Decision | None:
         assert self.head is not None
         composer, others = self.head.composer, self.world.training_ranks[1:]
         num_arrived, now = composer.num_arrived, time.monotonic()
-        for arrival in arrivals:
-            composer.arrive(arrival)
+        self._pass_on(arrivals)
         self.head.pump()
-        if composer.num_arrived > num_arrived:
+        if composer.num_arrived > num_arrived or (self.head.stop_reason and self.head.saves.busy):
             self._progress_at = now
-        found: tuple[Plan | None, list[int]] | None = (None, []) if self.head.stop_reason else self.head.next_plan()
+        found = self.head.decide()
         if (
             found is not None or now > self._told_at + LOOK_EVERY_S
         ):  # a batch may take longer than the deadline: the others hear that it is still being composed
@@ -226,9 +301,8 @@ class TrainingRank:
                 self.mailbox.post(rank, Tag.PLAN, found)
         return found
 
-    def _ask_head(self, arrivals: list[Arrival]) -> tuple[Plan | None, list[int]] | None:
-        if arrivals:
-            self.mailbox.post(self.world.training_ranks[0], Tag.ARRIVED, arrivals)
+    def _ask_head(self, arrivals: list[Arrival]) -> Decision | None:
+        self._pass_on(arrivals)
         if self.stop.requested and not self._told_signal:
             self._told_signal = True
             self.mailbox.post(self.world.training_ranks[0], Tag.SIGNALLED, self.stop.signal_name)
@@ -270,14 +344,20 @@ class TrainingRank:
         self.mailbox.post(self.world.training_ranks[0], Tag.OBSERVED, body | {"ring": ring, "final": final, "counters": {}})
 
 
-def training_loop(rank: TrainingRank, save: Callable[[int], None]) -> int:
-    """Train `num_steps` batches, or fewer when a signal asks to stop; returns the steps done. `save` writes a checkpoint (collective)."""
-    rank.publish(version=0)
+def training_loop(rank: TrainingRank) -> int:
+    """Train until `num_steps` batches are done, in this attempt and those before, or a signal asks to stop; returns the steps done."""
+    first_version = rank.trainer.policy_version
+    rank.publish(first_version)
     if rank.head is not None:
         rank.head.recorder.begin()
-    for step in range(1, rank.config.train.num_steps + 1):
-        plan = rank.next_plan()
+    for step in range(first_version + 1, rank.config.train.num_steps + 1):
+        decision = rank.next_plan()
+        plan = decision.plan
         if plan is None:
+            if decision.save:
+                if rank.head is not None:
+                    rank.head.recorder.rejected(step - 1, rank.head.composer.take_rejected())
+                rank.begin_save(step - 1)
             return step - 1
         rank.phases.enter("collect")
         batch = exchange(plan, rank.collector, rank.world.role_comm)
@@ -286,24 +366,26 @@ def training_loop(rank: TrainingRank, save: Callable[[int], None]) -> int:
         rank.tokens_trained += sum(t.num_tokens for t in batch.trajectories)
         if rank.head is not None:
             rank.head.composer.ledger.advance()
+            rank.head.composer.check_books()
+            rank.head.rejected = rank.head.composer.take_rejected()
+        if decision.save:
+            rank.begin_save(step)
         rank.publish(step)
         rank.phases.enter("log")
         if rank.head is not None:
-            rank.head.recorder.step(step, plan, rank.head.groups, stats, rank.head.composer)
+            rank.head.recorder.step(step, plan, rank.head.groups, stats, rank.head.composer, rank.head.rejected)
         rank.report(final=False)
-        if rank.config.train.save_every and step % rank.config.train.save_every == 0:
-            with rank.phases("save"):
-                save(step)
     return rank.config.train.num_steps
 
 
 def end_run(rank: TrainingRank, *, finished: bool) -> dict:
     """Wait for the last push and, if the run finished, the last evaluation; stop all ranks; account for every group. Returns the summary (training rank 0)."""
+    rank.finish_saving()
     rank.phases.enter("evaluate")
     deadline_s = rank.config.transport.data_deadline_s
     if rank.head is None:
         rank.report(final=True)
-        rank.wait_for_stop(deadline_s)
+        rank.wait_for_stop(deadline_s + 2 * rank.config.checkpoint.deadline_s)
         return {}
     head = rank.head
     rank.publisher.wait_settled(rank.pump_and_listen)
@@ -321,12 +403,13 @@ def end_run(rank: TrainingRank, *, finished: bool) -> dict:
     )
     rank.report(final=True)
     head.recorder.log.append("timeline", rank.phases.drain())
-    accuracies = [e.accuracy for e in head.recorder.evaluations]
-    groups = head.recorder.account(head.composer)
+    groups = head.recorder.account(head.composer, finished=finished)
     head.recorder.finish_samples()
     return {
         "groups": groups,
-        "accuracy_before": accuracies[0] if accuracies else None,
-        "accuracy_after": accuracies[-1] if accuracies else None,
+        "accuracy_before": head.recorder.accuracy_before,
+        "accuracy_after": head.recorder.evaluations[-1].accuracy if head.recorder.evaluations else None,
         "tokens_trained": head.recorder.tokens_trained,
+        "training_s": head.recorder.elapsed_s(),
+        "checkpoints": dict(head.saves.counts),
     }

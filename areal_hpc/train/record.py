@@ -20,7 +20,7 @@ from areal_hpc.observe.schema import OUTCOMES, fitting
 from areal_hpc.observe.telemetry import Log
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.topology import World
-from areal_hpc.train.collect import Arrival
+from areal_hpc.train.collect import EARLIER, Arrival
 from areal_hpc.train.compose import Composer, Plan
 from areal_hpc.train.diagnostics import BatchStats
 from areal_hpc.train.flat import FlatSteps
@@ -46,12 +46,17 @@ class Recorder:
     """Answers saved for reading."""
     tokens_trained: int = 0
     evaluations: list[Evaluation] = field(default_factory=list)
+    accuracy_before: float | None = None
+    """Of the first evaluation of the run, in whichever attempt."""
+    earlier_s: float = 0.0
+    """Seconds of training in the attempts before this one, as far as they count."""
     finals: dict[int, Counter[str]] = field(default_factory=dict)
     """world rank -> counters of its last OBSERVED message."""
     _step: dict[str, Any] | None = None
     """Row of the latest step, without what its push still has to tell."""
     _seconds: dict[str, float] = field(default_factory=dict)
     _step_began_at: float = 0.0
+    _began_at: float = 0.0
     _gap_is_high: bool = False
     _flat: FlatSteps = field(init=False)
 
@@ -60,11 +65,20 @@ class Recorder:
 
     def begin(self) -> None:
         """Training begins now."""
-        self._step_began_at = time.monotonic()
+        self._step_began_at = self._began_at = time.monotonic()
         self._seconds = dict(self.phases.seconds)
 
-    def step(self, step: int, plan: Plan, groups: list[Arrival], stats: BatchStats, composer: Composer) -> None:
-        """A training step ended. Its trajectories are written now, its row when the push has settled."""
+    def elapsed_s(self) -> float:
+        """Seconds of training since the run began, all attempts together."""
+        return self.earlier_s + (time.monotonic() - self._began_at if self._began_at else 0.0)
+
+    def step(
+        self, step: int, plan: Plan, groups: list[Arrival], stats: BatchStats, composer: Composer, rejected: list[tuple[Arrival, str]] | None = None
+    ) -> None:
+        """A training step ended. Its trajectories are written now, its row when the push has settled.
+
+        `rejected`: groups closed without training that belong to it; None: all that the composer has not handed out.
+        """
         now = time.monotonic()
         table = np.concatenate([group.table for group in groups])
         tokens = int(table["num_tokens"].sum() + sum(group.prompt_tokens * len(group.table) for group in groups))
@@ -72,7 +86,7 @@ class Recorder:
         graded = np.isin(table["status"], GRADED_VALUES)
         trained = plan.weight_S > 0
         ages = plan.age_S[trained] if trained.any() else np.zeros(1, int)
-        outcomes = self._trajectories(step, plan, groups, composer.take_rejected(), table)
+        outcomes = self._trajectories(step, plan, groups, composer.take_rejected() if rejected is None else rejected, table)
         ledger, eta = composer.ledger, self.config.staleness.eta
         spent = self._phase_seconds()
         wall_s, train_s = now - self._step_began_at, spent["train"] + spent["prox"]
@@ -176,6 +190,10 @@ class Recorder:
         self._append_trajectories(rows)
         return Counter(OUTCOMES[row["outcome"]] for row in rows)
 
+    def rejected(self, step: int, groups: list[tuple[Arrival, str]]) -> None:
+        """Rows of groups that were closed without training after the last step."""
+        self._append_trajectories(self._rejected_rows(step, step, groups))
+
     def _append_trajectories(self, rows: list[dict[str, Any]]) -> None:
         self.log.append("trajectories", rows)
         if self.saved is not None:
@@ -194,7 +212,7 @@ class Recorder:
         return {
             "ticket": group.ticket,
             "sample": int(sample["sample"]),
-            "generation_rank": self.world.generation_ranks[group.generation_rank],
+            "generation_rank": EARLIER if group.generation_rank == EARLIER else self.world.generation_ranks[group.generation_rank],
             "batch": step,
             "prompt_tokens": group.prompt_tokens,
             "answer_tokens": int(sample["num_tokens"]),
@@ -210,6 +228,8 @@ class Recorder:
     def evaluation(self, evaluation: Evaluation) -> None:
         """All shares of an evaluation are here."""
         self.evaluations.append(evaluation)
+        if self.accuracy_before is None:
+            self.accuracy_before = evaluation.accuracy
         when = {"policy_version": evaluation.version, "step": evaluation.version}
         rest = {"seconds": evaluation.seconds, "temperature": self.config.evaluation.temperature}
         self.log.append("evaluations", when | _numbers(evaluation.total) | rest)
@@ -245,21 +265,24 @@ class Recorder:
         """State of the lanes of one training rank (`transport.lanes.Incoming.rows`)."""
         self.log.append("ring", rows)
 
-    def account(self, composer: Composer) -> dict[str, int]:
-        """Where every admitted group went. Raises RuntimeError if one is unaccounted for (rank counters against the ledger)."""
+    def account(self, composer: Composer, *, finished: bool = True) -> dict[str, int]:
+        """Where every group admitted in this and earlier attempts went. Raises RuntimeError if one is unaccounted for (rank counters against the ledger).
+
+        Of a run that was stopped, groups closed after its checkpoint are counted but not written to the log: they come again when it is resumed.
+        """
         total: Counter[str] = Counter()
         for counters in self.finals.values():
             total += counters
         ledger = composer.ledger
-        closed = ledger.num_closed
+        closed, resumed = ledger.num_closed, composer.resumed
         found = {
-            "admitted": total["admitted_groups"],
+            "admitted": resumed.total + total["admitted_groups"],
             "trained": closed["trained"],
             "dropped": closed["stale"],
             "filtered": closed["filtered"],
             "failed": closed["failed"],
             "waiting": len(ledger.waiting),
-            "in_ring": total["pushed_groups"] - composer.num_arrived,
+            "in_ring": resumed.closed + resumed.waiting + total["pushed_groups"] - composer.num_arrived,
             "unfinished": total["unfinished_groups"],
         }
         if (
@@ -268,8 +291,8 @@ class Recorder:
             or composer.num_arrived != len(ledger.closed) + len(ledger.waiting)
         ):
             raise RuntimeError(f"groups do not add up: {found}, {composer.num_arrived} arrived")
-        version = ledger.policy_version
-        self._append_trajectories(self._rejected_rows(version, version, composer.take_rejected()))  # closed after the last step
+        if finished:
+            self.rejected(ledger.policy_version, composer.take_rejected())
         self.log.event(self.world.world_rank, "accounting", " ".join(f"{name}={count}" for name, count in found.items()))
         return found
 

@@ -99,23 +99,26 @@ def is_forwarded(config: Config, world: World, generation_rank: int) -> bool:
     return config.transport.lanes == "forwarded" or world.node_of_rank[source] != world.node_of_rank[owner]
 
 
-def open_outgoing(config: Config, world: World) -> Outgoing:
-    """A generation rank's end. Collective with `open_incoming`. Raises TimeoutError that says which ranks are missing, ConfigError if /dev/shm is too small."""
+def open_outgoing(config: Config, world: World, attempt: int = 1) -> Outgoing:
+    """A generation rank's end in attempt `attempt` of the run. Collective with `open_incoming`.
+
+    Raises TimeoutError that says which ranks are missing, ConfigError if /dev/shm is too small.
+    """
     name = _agree_on_name(config, world)
     lane, deadline_s = world.role_rank, config.transport.start_deadline_s
     if is_forwarded(config, world, lane):
-        producer, consumer = _open_both(_ring(config, f"{name}.{lane}.out", lane, name), world)
+        producer, consumer = _open_both(_ring(config, f"{name}.{lane}.out", lane, name, attempt), world)
         owner = world.training_ranks[lane_owner(lane, world.num_training)]
         outgoing = Outgoing(producer, ForwardSender(world.forward, owner, world.full_name_of(owner), producer, consumer))
         world.barrier(deadline_s, "create their lanes")
     else:
         world.barrier(deadline_s, "create their lanes")
-        outgoing = Outgoing(_ring(config, f"{name}.{lane}", lane, name).producer(timeout_s=deadline_s), None)
+        outgoing = Outgoing(_ring(config, f"{name}.{lane}", lane, name, attempt).producer(timeout_s=deadline_s), None)
     world.barrier(deadline_s, "attach to their lanes")
     return outgoing
 
 
-def open_incoming(config: Config, world: World) -> Incoming:
+def open_incoming(config: Config, world: World, attempt: int = 1) -> Incoming:
     """A training rank's end. Collective with `open_outgoing`. Raises as that."""
     name = _agree_on_name(config, world)
     deadline_s = config.transport.start_deadline_s
@@ -126,10 +129,10 @@ def open_incoming(config: Config, world: World) -> Incoming:
     try:
         for g in mine:
             if is_forwarded(config, world, g):
-                producer, consumers[g] = _open_both(_ring(config, f"{name}.{g}.in", g, name), world)
+                producer, consumers[g] = _open_both(_ring(config, f"{name}.{g}.in", g, name, attempt), world)
                 remote.append(RemoteLane(g, world.generation_ranks[g], names[g], producer, consumers[g]))
             else:
-                consumers[g] = _make(_ring(config, f"{name}.{g}", g, name), world)
+                consumers[g] = _make(_ring(config, f"{name}.{g}", g, name, attempt), world)
         world.barrier(deadline_s, "create their lanes")
         world.barrier(deadline_s, "attach to their lanes")
     finally:  # also when there is no room for one of them
@@ -148,9 +151,9 @@ def _agree_on_name(config: Config, world: World) -> str:
     return name
 
 
-def _ring(config: Config, name: str, lane: int, run_name: str) -> Ring:
+def _ring(config: Config, name: str, lane: int, run_name: str, attempt: int) -> Ring:
     job_id = int(run_name, 16) >> 2  # 62 bits
-    return Ring(name, config.transport.lane_bytes, lane=lane, job_id=job_id, restart_id=int(os.environ.get("SLURM_RESTART_COUNT") or 0))
+    return Ring(name, config.transport.lane_bytes, lane=lane, job_id=job_id, restart_id=attempt)
 
 
 def _make(ring: Ring, world: World) -> RingConsumer:

@@ -14,6 +14,8 @@ Who sends what to whom (payload in brackets; G0 and T0 are generation and traini
     OBSERVED   any -> T0                 phases and counters [dict of arrays]
     ARRIVED    training -> T0            sample tables of groups taken from the ring [list of Arrival]
     PLAN       T0 -> training            the next batch [plan and rejected tickets; None: still being composed]
+    SNAPSHOT   T0 -> every generation    a checkpoint begins: copy what is on its way, then a marker into the lane [step, folder]
+    SAVED      any -> T0                 its files of a checkpoint are on the disk, or could not be written [cut.Saved]
     STOP       T0 -> all                 the run ends
     SIGNALLED  any -> T0                 a signal came that asks the run to stop [its name]
 """
@@ -45,7 +47,9 @@ class Tag(enum.IntEnum):
     PLAN = 11
     STOP = 12
     SAMPLES = 13
-    SIGNALLED = 20
+    SNAPSHOT = 14
+    SAVED = 15
+    SIGNALLED = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ class Ring:
     """Number of the lane, in every header."""
     job_id: int = 0
     restart_id: int = 0
-    """Attempt of the job (SLURM_RESTART_COUNT)."""
+    """Attempt of the job."""
     checksum: bool = True
     """Payloads carry a CRC32C; headers always do."""
     poison: bool | None = None

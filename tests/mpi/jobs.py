@@ -58,10 +58,11 @@ class Job:
     status: int
     stdout: str
     stderr: str
+    number: int = 1
 
     @property
     def attempt(self) -> Path:
-        return self.run_dir / "attempt-1"
+        return self.run_dir / f"attempt-{self.number}"
 
     @property
     def exit(self) -> dict:
@@ -85,24 +86,24 @@ def start(config: Config, run_dir: Path, *arguments: str, python: str = sys.exec
     return process
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path) -> Job:
+def finish(process: subprocess.Popen[str], run_dir: Path, attempt: int = 1) -> Job:
     """Wait for a started job."""
     try:
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return Job(run_dir, process.returncode, stdout, stderr)
+    return Job(run_dir, process.returncode, stdout, stderr, attempt)
 
 
-def run(config: Config, run_dir: Path, *arguments: str, python: str = sys.executable) -> Job:
+def run(config: Config, run_dir: Path, *arguments: str, python: str = sys.executable, attempt: int = 1) -> Job:
     """Run to the end, which must be a good one."""
-    job = finish(start(config, run_dir, *arguments, python=python), run_dir)
+    job = finish(start(config, run_dir, *arguments, python=python), run_dir, attempt)
     assert job.status == 0, f"status {job.status}\n{job.stdout}\n{job.stderr}"
     return job
 
 
-def ranks_of(run_dir: Path) -> dict[int, int]:
+def ranks_of(run_dir: Path, attempt: int = 1) -> dict[int, int]:
     """world rank -> pid of a running job."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -111,17 +112,17 @@ def ranks_of(run_dir: Path) -> dict[int, int]:
             command = (process / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
-        if environment.get("AREAL_HPC_ATTEMPT_DIR") == str(run_dir / "attempt-1") and "PMI_RANK" in environment and "areal_hpc run" in command:
+        if environment.get("AREAL_HPC_ATTEMPT_DIR") == str(run_dir / f"attempt-{attempt}") and "PMI_RANK" in environment and "areal_hpc run" in command:
             found[int(environment["PMI_RANK"])] = int(process.name)
     return found
 
 
-def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
-    """Until the log shows a finished step."""
+def wait_for_step(run_dir: Path, process: subprocess.Popen[str], attempt: int = 1) -> None:
+    """Until the log of an attempt shows a finished step."""
     stop_at = time.monotonic() + 120
     while time.monotonic() < stop_at:
         assert process.poll() is None, process.communicate()
-        log = run_dir / "attempt-1" / "log.h5"
+        log = run_dir / f"attempt-{attempt}" / "log.h5"
         if log.exists() and len(read_table(log, "steps")):
             return
         time.sleep(0.2)
