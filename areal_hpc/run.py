@@ -64,7 +64,7 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
         problems = Prompts(config.data, Tokenizer.from_folder(model_dir)).fitting(problems)
         status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
-            rewards.configure(config.data, config.reward)
+            rewards.configure(config.data, config.reward, environment=config.environment)
             generate(config, world, connection, problems, model_dir, rewards, phases)
         else:
             rewards.close()
