@@ -100,6 +100,8 @@ class Data:
     """Most terms of a chain_sum, products or basic_arithmetic problem."""
     max_digits: int = 2
     """Most digits of a number in a chain_sum, products or basic_arithmetic problem."""
+    worked: Literal["steps", "python"] = "steps"
+    """What worked solutions of the small model's warm start look like: one line per operation, or a call of the python environment and the answer behind its output."""
     suffix: str = "\n"
     """Text put after each question to form the prompt (the small model's turn marker); in a chat template without the white space at its end."""
     system_prompt: str = ""
@@ -275,6 +277,21 @@ class Reward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    name: str = ""
+    """Who answers the model between two turns: python runs the program that ends a turn and shows its output; `module:function` is called as
+    f(problem, turns) -> str | None in a grading process. Empty: nobody, an answer is one turn."""
+    max_turns: int = 4
+    """Most model turns of one answer; the last is graded, whatever it ends in. generation.max_new_tokens bounds all turns together, the environment's texts included."""
+    deadline_s: float = 60.0
+    """Seconds the environment may take over one turn; then its process is killed and the answer counts as failed."""
+    python_cpu_s: float = 4.0
+    """CPU seconds of one program that the python environment runs; wall-clock seconds are twice that and one more. Memory and isolation: reward.code_*."""
+    python_output_chars: int = 2000
+    """Characters of a program's output that the model is shown; of more, beginning and end, with a note between them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
     num_problems: int = 512
     """Held-out problems per evaluation (the first ones of the held-out set)."""
@@ -361,6 +378,7 @@ class Config:
     staleness: Staleness = field(default_factory=Staleness)
     train: Train = field(default_factory=Train)
     reward: Reward = field(default_factory=Reward)
+    environment: Environment = field(default_factory=Environment)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     transport: Transport = field(default_factory=Transport)
@@ -459,6 +477,20 @@ def check(config: Config) -> None:
         evaluation.num_samples == 1 or evaluation.temperature > 0,
         f"evaluation.num_samples={evaluation.num_samples} at evaluation.temperature=0 would give equal answers; use a temperature above 0, or num_samples 1",
     )
+    environment = config.environment
+    _require(
+        environment.name in ("", "python") or environment.name.count(":") == 1,
+        f"environment.name={environment.name} is neither python nor module:function",
+    )
+    _require(
+        not environment.name or environment.max_turns > 1,
+        f"environment.max_turns={environment.max_turns}: no turn is left to answer the environment; use 2 or more",
+    )
+    _require(
+        environment.name != "python" or environment.deadline_s >= 4 * environment.python_cpu_s + 2,
+        f"environment.deadline_s={environment.deadline_s:g} is too short for two attempts at a program of environment.python_cpu_s={environment.python_cpu_s:g}; "
+        f"use {4 * environment.python_cpu_s + 2:g} or more",
+    )
     custom = config.reward.custom
     _require(not custom or custom.count(":") == 1, f"reward.custom={custom} must name module:function")
     largest = record_bytes(config)
@@ -533,9 +565,9 @@ def check_layout(config: Config, num_ranks: int) -> None:
 
 
 def record_bytes(config: Config) -> int:
-    """Upper bound of one ring record (a group): header, sample table, token, log-probability and version columns."""
-    per_sample = 64 + 4 * config.max_context_tokens + 8 * config.generation.max_new_tokens
-    return 64 + config.train.group_size * per_sample + 6 * 64
+    """Upper bound of one ring record (a group): header, sample table, token, log-probability, version and loss mask columns."""
+    per_sample = 64 + 4 * config.max_context_tokens + 9 * config.generation.max_new_tokens
+    return 64 + config.train.group_size * per_sample + 7 * 64
 
 
 def to_dict(config: Config) -> dict:

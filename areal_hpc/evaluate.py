@@ -27,6 +27,7 @@ from areal_hpc.reward.service import RewardService
 from areal_hpc.rollout.engines import create_engine
 from areal_hpc.rollout.engines.base import Engine
 from areal_hpc.rollout.evaluate import EvaluationInProgress, evaluation_requests
+from areal_hpc.rollout.turns import Turns
 from areal_hpc.train.checkpoint import load_weights_from
 from areal_hpc.transport.evaluation import Evaluation, Result, source_of, summarise
 
@@ -125,12 +126,13 @@ def evaluate_model(config: Config, folder: Path, out: Path) -> Offline:
         raise ConfigError(f"{folder}: {error}; lower --data.max-prompt-tokens or --generation.max-new-tokens") from error
     engine.update_weights(load_weights_from(folder), 0)
     running = EvaluationInProgress.of(config, 0, list(range(len(problems.heldout[: config.evaluation.num_problems]))))
-    for index in running.problems:
-        engine.add(evaluation_requests(config, problems.heldout[index], index, prompts))
     began_at = time.monotonic()
     with RewardService.start() as rewards:
-        rewards.configure(config.data, config.reward)
-        _answer_all(running, problems, engine, tokenizer, rewards)
+        rewards.configure(config.data, config.reward, environment=config.environment)
+        turns = Turns(config.environment, engine, rewards, tokenizer, prompts)
+        for index in running.problems:
+            turns.add(evaluation_requests(config, problems.heldout[index], index, prompts))
+        _answer_all(running, problems, engine, turns)
     rate = sum(running.tokens.values()) / (time.monotonic() - began_at)
     found = Offline(config, folder, summarise([running.share()], [source_of(problem) for problem in problems.heldout]), rate, problems)
     (out / "results.json").write_text(json.dumps(found.to_json(), indent=2, allow_nan=False) + "\n")
@@ -142,13 +144,10 @@ def evaluate_model(config: Config, folder: Path, out: Path) -> Offline:
     return found
 
 
-def _answer_all(running: EvaluationInProgress, problems: Problems, engine: Engine, tokenizer: Tokenizer, rewards: RewardService) -> None:
+def _answer_all(running: EvaluationInProgress, problems: Problems, engine: Engine, turns: Turns) -> None:
     while not running.complete:
         for completion in engine.step() if engine.num_running + engine.num_waiting else []:
-            text = tokenizer.decode(completion.tokens_R)
-            index = running.finished(completion.request_id, completion.tokens_R, text)
-            position = problems.position("heldout", index)
-            rewards.submit(completion.request_id, position, text, truncated=completion.finish == "length", split="heldout")
+            turns.ended(completion, problems.position("heldout", running.problem_of(completion.request_id)), "heldout")
         idle = engine.num_running + engine.num_waiting == 0
-        for verdict in rewards.wait(1.0) if idle else rewards.poll():
-            running.graded(verdict, problems.heldout)
+        for answer, verdict in turns.poll(1.0 if idle else 0.0):
+            running.graded(answer, verdict, problems.heldout)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from areal_hpc.config import Config, ConfigError, Data, Evaluation, Generation, Model, Staleness, Topology, Train
+from areal_hpc.config import Config, ConfigError, Data, Environment, Evaluation, Generation, Model, Reward, Staleness, Topology, Train
+
+PROGRAMS = Path(__file__).parent / "data" / "programs.jsonl"
+"""Small programming problems with tests and solutions, written for this package."""
 
 
 def laptop() -> Config:
@@ -62,7 +66,37 @@ def mixed() -> Config:
     )
 
 
-RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__.replace("_", "-"): recipe for recipe in (laptop, smoke, mixed)}
+def tool() -> Config:
+    """The small model may have Python do its sums: warm-started on answers that call the python environment, and then on guesses alone; it learns when to call."""
+    return Config(
+        recipe="tool",
+        model=Model(num_layers=2, hidden_size=64, intermediate_size=128, warmstart_steps=160, warmstart_direct_steps=30, warmstart_batch_size=32),
+        data=Data(tasks=("chain_sum",), size=4000, worked="python", min_terms=2, max_terms=4, max_digits=1, max_prompt_tokens=48),
+        environment=Environment(name="python", max_turns=3),
+        generation=Generation(max_new_tokens=80, max_num_running=64),
+        staleness=Staleness(max_staleness=2),
+        train=Train(num_steps=20, batch_size=64, group_size=8, lr=2e-4, warmup_steps=5),
+        evaluation=Evaluation(num_problems=128),
+        topology=Topology(num_ranks=2),
+    )
+
+
+def code() -> Config:
+    """Programs for two dozen small problems, run in a sandbox against their tests. The small model has learned solutions of the training problems, not to program."""
+    return Config(
+        recipe="code",
+        model=Model(num_layers=2, hidden_size=64, intermediate_size=128, warmstart_steps=80, warmstart_direct_steps=0, warmstart_batch_size=32),
+        data=Data(path=str(PROGRAMS), heldout_fraction=0.2, max_prompt_tokens=96),
+        generation=Generation(max_new_tokens=128, max_num_running=32),
+        staleness=Staleness(max_staleness=2),
+        train=Train(num_steps=10, batch_size=32, group_size=8, lr=2e-4, warmup_steps=5),
+        reward=Reward(code_cpu_s=2.0),
+        evaluation=Evaluation(num_problems=16, num_samples=4),
+        topology=Topology(num_ranks=2),
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__.replace("_", "-"): recipe for recipe in (laptop, smoke, mixed, tool, code)}
 
 
 def recipe(name: str) -> Config:

@@ -82,7 +82,7 @@ def run_rank(config: Config, attempt: Attempt, ownership: Ownership | None = Non
             restart.check_data(problems.fingerprint)
         status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
-            rewards.configure(config.data, config.reward)
+            rewards.configure(config.data, config.reward, environment=config.environment)
             generate(config, world, connection, problems, model_dir, rewards, phases, stop, attempt, restart)
         else:
             rewards.close()

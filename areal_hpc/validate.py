@@ -26,11 +26,11 @@ def check_inputs(config: Config) -> str:
         check_weight_files(folder)
         tokenizer = Tokenizer.from_folder(folder)
     else:
-        from areal_hpc.data.worked import worked_solution
+        from areal_hpc.data.worked import worked_turns
 
         if config.model.warmstart_steps:
             for problem in {problem.source: problem for problem in problems.train}.values():
-                worked_solution(problem)  # raises when a task has no worked solutions to warm-start on
+                worked_turns(problem, config.data.worked)  # raises when a task has no worked solutions to warm-start on
         tokenizer = build(problems, config.data.suffix + config.data.system_prompt)
     if config.train.reference_path:
         reference = Path(config.train.reference_path)
@@ -69,9 +69,14 @@ def check_machine(config: Config) -> None:
             f"{times * num_lanes} lanes of transport.lane_bytes={config.transport.lane_bytes}, and MPI itself, need {needed} bytes of /dev/shm, which has {free} free; "
             "use smaller lanes, fewer ranks, or enlarge /dev/shm"
         )
-    module = config.reward.custom.partition(":")[0]
-    if module and importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise ConfigError(f"reward.custom={config.reward.custom}: there is no module '{module.partition('.')[0]}' on the Python path")
+    for option, name in (("reward.custom", config.reward.custom), ("environment.name", config.environment.name)):
+        module, is_function, _ = name.partition(":")
+        if is_function and importlib.util.find_spec(module.partition(".")[0]) is None:
+            raise ConfigError(f"{option}={name}: there is no module '{module.partition('.')[0]}' on the Python path")
+    if config.environment.name == "python":
+        from areal_hpc.reward.sandbox import probe
+
+        probe(config.reward.code_sandbox, config.reward.code_floor, config.reward.code_packages)
 
 
 def check_weight_files(folder: Path) -> None:

@@ -74,6 +74,7 @@ def batch(lengths: np.ndarray, microbatches: list[list[int]], *, padded: bool) -
                 tokens_R=rng.integers(0, 64, tokens - 1).astype(np.int32),
                 logprobs_R=np.full(tokens - 1, -4.0, np.float32),
                 versions_R=np.zeros(tokens - 1, np.int32),
+                loss_mask_R=np.ones(tokens - 1, bool),
                 reward=5.0,
                 status=Status.RIGHT,
             )

@@ -56,6 +56,7 @@ def sequences(samples: int, vocab_size: int, *, constant: bool) -> list[list[Tra
                     tokens_R=rng.integers(3, vocab_size, length).astype(np.int32),
                     logprobs_R=np.full(length, -np.log(vocab_size), np.float32),
                     versions_R=np.zeros(length, np.int32),
+                    loss_mask_R=np.ones(length, bool),
                     reward=5.0,
                     status=Status.RIGHT,
                 )

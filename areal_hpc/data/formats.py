@@ -63,7 +63,7 @@ class Adapted:
     origin: str = ""
     """Data set that the row names; empty where it names none."""
     solution: str = ""
-    """Worked solution whose last line is "#### ANSWER"."""
+    """Worked solution whose last line is "#### ANSWER"; of a program, an answer that holds it."""
     notes: tuple[str, ...] = ()
     """What was changed on the way, to be counted."""
 
@@ -324,7 +324,10 @@ def _adapt_gsm8k(row: Fields) -> Adapted:
 def _adapt_native(row: Fields) -> Adapted:
     kind = row.get("kind") or ("code" if row.get("tests") is not None else "math")
     if kind == "code":
-        return Adapted(_question(row.get("question")), kind="code", tests=code_tests.pack(row.get("tests")))
+        solution = "" if row.get("solution") is None else row["solution"]
+        if not isinstance(solution, str):
+            raise RowError("bad solution", f"the solution of a program must be text, found {type(solution).__name__}")
+        return Adapted(_question(row.get("question")), kind="code", tests=code_tests.pack(row.get("tests")), solution=solution)
     if kind != "math":
         raise RowError("unknown kind", f"kind={kind!r:.60} is neither math nor code")
     return Adapted(_question(row.get("question")), _golds(row["golds"])) if row.get("golds") is not None else _adapt_plain(row)

@@ -29,6 +29,10 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 """Names that templates may use, out of tokenizer_config.json and special_tokens_map.json."""
 
 
+_TURN = "the turn of the assistant, 7f3a"
+"""Stands for a turn of the model when a template is asked what comes behind it."""
+
+
 class Prompts:
     """Problem -> prompt, for one model. Raises ConfigError for a template that is malformed (here) or refuses a conversation (on use)."""
 
@@ -56,6 +60,23 @@ class Prompts:
     def tokens(self, problem: Problem) -> np.ndarray:
         """Token ids, int32 [P]."""
         return self._tokenizer.encode(self.text(problem), add_special_tokens=self._render is None)
+
+    def reply_tokens(self, text: str) -> np.ndarray:
+        """What the model reads when its environment answers a turn, int32 [E]; the answer goes on behind it.
+
+        Without a chat template the text as it is; with one a user's message and the opening of the next turn. The token that ended the model's turn is not
+        repeated. Names of special tokens in the text are read as such. Raises ConfigError for a template that shows no turns of the assistant.
+        """
+        if self._render is None:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        rendered = self._render([("user", "?"), ("assistant", _TURN), ("user", text)])
+        before, found, rest = rendered.partition(_TURN)
+        if not found:
+            raise ConfigError(
+                f"the model's chat template leaves out the assistant's turns ({before[:60]!r}...), which environments need; use --data.chat-template none"
+            )
+        tokens = self._tokenizer.encode(rest, add_special_tokens=False)
+        return tokens[1:] if len(tokens) and int(tokens[0]) in self._tokenizer.stop_token_ids else tokens
 
     def is_overlong(self, problem: Problem) -> bool:
         """Whether the prompt has more than data.max_prompt_tokens tokens. A short text needs no counting: no token is less than a character of ASCII."""

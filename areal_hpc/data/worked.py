@@ -3,6 +3,9 @@ r"""Worked solutions for the supervised warm start: one line per operation, the 
     43 + 12 - 5   ->  43+12=55\n55-5=50\n#### 50
 
 The lines are as short as a small character model can learn from: no words, no spaces, and a product is split into the partial products of its second factor's digits.
+With data.worked=python, arithmetic is left to the python environment: a turn that calls it, what it shows (read, never learned), and a turn with the answer.
+
+    43 + 12 - 5   ->  <python>print(43 + 12 - 5)</python>   \n<output>\n50\n</output>\n   #### 50
 """
 
 from __future__ import annotations
@@ -14,6 +17,23 @@ from collections.abc import Callable
 
 from areal_hpc.config import ConfigError
 from areal_hpc.data.datasets import GOLD_MARKER, Problem
+from areal_hpc.reward.environments import as_output
+
+PYTHON_CHARACTERS = "print"
+PYTHON_PHRASES = ("<python>", "</python>", "<output>", "</output>")
+"""What a tokenizer must know, beside the problems' own characters, for solutions by the python environment; the tags are one token each."""
+
+
+def worked_turns(problem: Problem, style: str) -> tuple[str, ...]:
+    """The solution as texts of the model and of its environment, in turn. `style`: data.worked. Raises ConfigError as `worked_solution`, or for another task."""
+    if style == "steps":
+        return (worked_solution(problem),)
+    if problem.source not in PYTHON_TASKS:
+        raise ConfigError(
+            f"data.worked=python: a problem of source '{problem.source}' is no expression that Python evaluates; use tasks among {', '.join(PYTHON_TASKS)}"
+        )
+    expression = problem.question.rpartition(":")[2].rstrip("= ").strip()
+    return f"<python>print({expression})</python>", as_output(problem.answer), f"{GOLD_MARKER}{problem.answer}"
 
 
 def worked_solution(problem: Problem) -> str:
@@ -142,3 +162,5 @@ _WORKERS: dict[str, Callable[[str], tuple[list[str], int]]] = {
 
 WORKED_TASKS = (*_WORKERS, "gsm_symbolic")
 """Tasks with worked solutions; gsm_symbolic brings its own."""
+PYTHON_TASKS = ("chain_sum",)
+"""Tasks whose question ends in an expression that Python reads as the task means it."""

@@ -112,10 +112,17 @@ class Packed:
     layout: AttentionLayout = field(repr=False)
 
     @classmethod
-    def build(cls, tokens: Sequence[np.ndarray | Tensor], prompt_lengths: Sequence[int], device: torch.device | str = "cpu") -> Packed:
-        """Pack whole sequences (prompt + response); scored are the tokens behind each prompt.
+    def build(
+        cls,
+        tokens: Sequence[np.ndarray | Tensor],
+        prompt_lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        masks: Sequence[np.ndarray] | None = None,
+    ) -> Packed:
+        """Pack whole sequences (prompt + response); scored are the tokens behind each prompt, of these only the ones that `masks` marks (bool [response], None: all).
 
-        Of a sequence of n tokens with a prompt of p >= 1, inputs 0 .. n-2 are packed and places p-1 .. n-2 predict tokens p .. n-1.
+        Of a sequence of n tokens with a prompt of p >= 1, inputs 0 .. n-2 are packed and places p-1 .. n-2 predict tokens p .. n-1. A token that is not scored is
+        read by those behind it, and nothing else: no logits exist for it.
         """
         assert len(tokens) == len(prompt_lengths) and len(tokens) > 0, "one prompt length per sequence"
         arrays = [np.asarray(sequence, dtype=np.int64) for sequence in tokens]
@@ -125,6 +132,10 @@ class Packed:
         starts = np.cumsum([0, *lengths[:-1]])
         positions = [np.arange(length) for length in lengths]
         scored = [start + np.arange(prompt - 1, length) for start, prompt, length in zip(starts, prompt_lengths, lengths, strict=True)]
+        targets = [array[prompt:] for array, prompt in zip(arrays, prompt_lengths, strict=True)]
+        if masks is not None:
+            scored = [places[mask] for places, mask in zip(scored, masks, strict=True)]
+            targets = [response[mask] for response, mask in zip(targets, masks, strict=True)]
 
         def joined(parts: Sequence[np.ndarray]) -> Tensor:
             return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
@@ -133,9 +144,9 @@ class Packed:
             tokens_N=joined([array[:-1] for array in arrays]),
             positions_N=joined(positions),
             score_index_M=joined(scored),
-            targets_M=joined([array[prompt:] for array, prompt in zip(arrays, prompt_lengths, strict=True)]),
+            targets_M=joined(targets),
             lengths=tuple(lengths),
-            response_lengths=tuple(len(array) - prompt for array, prompt in zip(arrays, prompt_lengths, strict=True)),
+            response_lengths=tuple(map(len, targets)),
             layout=AttentionLayout.build(lengths, device),
         )
 

@@ -107,8 +107,11 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def build(problems: Problems, extra_characters: str = "") -> Tokenizer:
-    """The character tokenizer for these problems; `extra_characters` occur beside them (the prompt suffix). Deterministic: ids follow sorted order."""
+def build(problems: Problems, extra_characters: str = "", extra_phrases: Sequence[str] = ()) -> Tokenizer:
+    """The character tokenizer for these problems; `extra_characters` occur beside them (the prompt suffix), `extra_phrases` are one token each.
+
+    Deterministic: ids follow sorted order, phrases come last.
+    """
     every = [*problems.train, *problems.heldout]
     texts = (text for problem in every for text in (problem.question, problem.answer, problem.solution))
     characters = "".join(set(WORKED_CHARACTERS + extra_characters).union(*texts))
@@ -119,7 +122,7 @@ def build(problems: Problems, extra_characters: str = "") -> Tokenizer:
     tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, EOS, UNK])
-    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in (GOLD_MARKER, *shared_phrases(every))])
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in (GOLD_MARKER, *shared_phrases(every), *extra_phrases)])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,

@@ -19,7 +19,7 @@ from typing import Any
 
 from areal_hpc.data.datasets import Problem
 from areal_hpc.transport.evaluation import source_of
-from areal_hpc.transport.samples import AnswerText
+from areal_hpc.transport.samples import ENVIRONMENT_MARK, MODEL_MARK, AnswerText
 
 FOLDER = "samples"
 MAX_PAGE_BYTES = 24 << 20
@@ -146,6 +146,11 @@ def _text(value: object) -> str:
     return html.escape(plain.translate(_CONTROL).encode("utf-8", "backslashreplace").decode(), quote=True)
 
 
+def _with_turns(text: str) -> str:
+    """Escaped text of an answer in which an environment's texts stand out (`transport.samples.joined_turns`)."""
+    return re.sub(rf"{ENVIRONMENT_MARK}\n(.*?)\n{MODEL_MARK}", r'<span class="environment">\1</span>', text, flags=re.DOTALL)
+
+
 def _options(values: list[str]) -> str:
     counts = {value: values.count(value) for value in dict.fromkeys(values)}
     return "".join(f'<option value="{_text(value)}">{_text(value)} ({count})</option>' for value, count in counts.items())
@@ -169,7 +174,7 @@ def _entry(row: dict[str, Any], attempt: str) -> _Entry:
         ("gold", row.get("gold")),
     ]
     head = f"{source} {row.get('problem')}.{row.get('sample')}"
-    body = "".join(f"<h3>{name}</h3><pre>{_text(value)}</pre>" for name, value in blocks)
+    body = "".join(f"<h3>{name}</h3><pre>{_with_turns(_text(value)) if name == 'answer' else _text(value)}</pre>" for name, value in blocks)
     preview = " ".join(str(row.get("prompt", "")).split())[:100]
     attributes = f'data-where="{_text(where)}" data-status="{_text(status)}" data-grade="{grade}" data-source="{_text(source)}"'
     summary = (

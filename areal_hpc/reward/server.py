@@ -194,7 +194,7 @@ class Server:
             if "job" in message:
                 grader.finish(message)
                 passed_on.append(message)
-            elif "taking" in message:  # a job with limits of its own begins
+            elif "taking" in message:  # a job with limits of its own begins, or the grading of one whose environment had others
                 grader.given[0]["limits"] = message["limits"]
             elif "ready" in message:
                 grader.ready, grader.limits, self._num_failed_starts = True, message["limits"], 0

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from areal_hpc.config import ConfigError, Data, Reward
+from areal_hpc.config import ConfigError, Data, Environment, Reward
 from areal_hpc.reward import processes
 from areal_hpc.reward.channel import Channel, ChannelClosedError
 from areal_hpc.transport.trajectory import Status
@@ -51,6 +51,14 @@ class Verdict:
     """One line for a person, where the status does not say all."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the environment says to the model's turn: the answer goes on behind it, and this job is done."""
+
+    job_id: int
+    text: str
+
+
 def default_num_graders(num_cores: int) -> int:
     """Half of the cores beyond two (the rank's own and its helper's), at least one."""
     return max(1, (num_cores - 2) // 2)
@@ -62,9 +70,11 @@ class RewardService:
         self._channel = channel
         self._stderr = stderr
         self._pending: set[int] = set()
+        self._replies: list[Reply] = []
         self._configured = self._ready = False
         self.metrics: Counter[str] = Counter()
-        """Verdicts by status (lower case); for mathematics cache_hits, fast (decided without math-verify), fallback; graders killed, died, recycled;
+        """Verdicts by status (lower case); for mathematics cache_hits, fast (decided without math-verify), fallback; replies, environment_failed and what an
+        environment counts (python_calls, ...); graders killed, died, recycled;
         backpressure: times that the server's queue was full."""
 
     @classmethod
@@ -73,17 +83,19 @@ class RewardService:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         return cls(*processes.spawn("areal_hpc.reward.server", stderr), stderr)
 
-    def configure(self, data: Data | None, reward: Reward, kinds: Sequence[Literal["math", "code"]] = ()) -> None:
-        """Say what is graded; once. The graders load the problems from the same configuration, so jobs name them by position.
+    def configure(self, data: Data | None, reward: Reward, kinds: Sequence[Literal["math", "code"]] = (), environment: Environment | None = None) -> None:
+        """Say what is graded, and who answers the model's turns; once. The graders load the problems from the same configuration, so jobs name them by position.
 
         data None: no problems, each job brings its own reference (`submit_reference`); `kinds` says which kinds these have.
-        A mistake in `data` or in `reward.custom` is raised as ConfigError by a later `poll`, `wait` or `wait_ready`.
+        A mistake in `data`, in `reward.custom` or in the environment is raised as ConfigError by a later `poll`, `wait` or `wait_ready`.
         """
         assert not self._configured
         self._configured = True
         section = None if data is None else dataclasses.asdict(data)
         num_graders = reward.num_graders or default_num_graders(len(os.sched_getaffinity(0)))
-        self._send({"data": section, "reward": dataclasses.asdict(reward), "kinds": list(kinds), "num_graders": num_graders})
+        surroundings = dataclasses.asdict(environment) if environment is not None and environment.name else None
+        settings = {"data": section, "reward": dataclasses.asdict(reward), "kinds": list(kinds), "environment": surroundings}
+        self._send(settings | {"num_graders": num_graders})
 
     @property
     def num_pending(self) -> int:
@@ -95,11 +107,24 @@ class RewardService:
         names = [status.name.lower() for status in Status] + ["fast", "cache_hits", "fallback", "killed", "died", "recycled", "backpressure"]
         return {"pending": self.num_pending} | {name: self.metrics[name] for name in names}
 
-    def submit(self, job_id: int, problem_index: int, text: str, truncated: bool = False, *, split: Literal["train", "heldout"] = "train") -> None:
-        """Queue one answer to `Problems.SPLIT[problem_index]`. `truncated`: it was cut at the length limit. Never blocks. Raises RewardServerDied."""
+    def submit(
+        self,
+        job_id: int,
+        problem_index: int,
+        text: str,
+        truncated: bool = False,
+        *,
+        split: Literal["train", "heldout"] = "train",
+        turns: Sequence[str] = (),
+    ) -> None:
+        """Queue one answer to `Problems.SPLIT[problem_index]`. `truncated`: it was cut at the length limit. Never blocks. Raises RewardServerDied.
+
+        `turns`: all texts so far, the model's and the environment's in turn, `text` the last. The environment is then asked first; what it says comes as a Reply instead
+        of a verdict. Without, `text` is graded.
+        """
         assert self._configured and job_id not in self._pending
         self._pending.add(job_id)
-        self._send({"job": job_id, "problem": problem_index, "split": split, "text": text, "truncated": truncated})
+        self._send({"job": job_id, "problem": problem_index, "split": split, "text": text, "truncated": truncated, "turns": list(turns)})
 
     def submit_reference(self, job_id: int, kind: Literal["math", "code"], reference: Any, text: str) -> None:
         """Queue one answer with what it is judged by: the reference answer (or several, any of which will do), or tests. Never blocks. Raises RewardServerDied."""
@@ -114,13 +139,26 @@ class RewardService:
             messages = self._channel.receive()
         except ChannelClosedError:
             raise self._died() from None
-        return [self._verdict(message) for message in messages if not self._is_notice(message)]
+        verdicts = []
+        for message in messages:
+            if self._is_notice(message):
+                continue
+            if "reply" in message:
+                self._replies.append(self._reply(message))
+            else:
+                verdicts.append(self._verdict(message))
+        return verdicts
+
+    def take_replies(self) -> list[Reply]:
+        """The environment's replies that the last calls of `poll` or `wait` found."""
+        taken, self._replies = self._replies, []
+        return taken
 
     def wait(self, timeout_s: float) -> list[Verdict]:
-        """Like `poll`, but waits for at least one verdict while any is pending. Empty when the time is up."""
+        """Like `poll`, but waits for at least one verdict or reply while any is pending. Empty when the time is up, or only replies came."""
         deadline_s = time.monotonic() + timeout_s
         verdicts = self.poll()
-        while not verdicts and self._pending and (left_s := deadline_s - time.monotonic()) > 0:
+        while not verdicts and not self._replies and self._pending and (left_s := deadline_s - time.monotonic()) > 0:
             self._wait_readable(left_s)
             verdicts = self.poll()
         return verdicts
@@ -169,6 +207,11 @@ class RewardService:
         self._pending.remove(message["job"])
         self.metrics.update([message["status"].lower(), *message.get("how", ())])
         return Verdict(message["job"], Status[message["status"]], message["score"], message["extracted"], message["seconds"], message.get("reason", ""))
+
+    def _reply(self, message: dict[str, Any]) -> Reply:
+        self._pending.remove(message["job"])
+        self.metrics.update(message["how"])
+        return Reply(message["job"], message["reply"])
 
     def _reap(self) -> int:
         try:

@@ -1,6 +1,7 @@
 """Grader: loads the problems, then grades one answer after the other. `areal_hpc.reward.server` starts it, watches its time and kills it.
 
-A job names a problem of the data, or (`areal-hpc grade`) brings its own reference answer or tests.
+A job names a problem of the data, or (`areal-hpc grade`) brings its own reference answer or tests. One with `turns` is put to the environment first
+(areal_hpc.reward.environments): a text of its own goes back instead of a verdict, and the model goes on behind it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any
 
-from areal_hpc.config import ConfigError, Data, Reward
+from areal_hpc.config import ConfigError, Data, Environment, Reward
 from areal_hpc.data.datasets import Problem, Problems, load_problems, score
 from areal_hpc.reward import answers
 from areal_hpc.reward.channel import Channel, ChannelClosedError
+from areal_hpc.reward.environments import load_environment
 from areal_hpc.reward.processes import adopt_parent, limit_memory, step_back
 from areal_hpc.reward.verdict import Graded, Outcome
 
@@ -32,12 +34,14 @@ CODE_ATTEMPTS, CODE_MARGIN_S = 2, 20.0
 class Grader:
     """Answer text -> verdict, by the problem's own rule or by a function of the user's."""
 
-    def __init__(self, problems: Problems, reward: Reward, kinds: Sequence[str] = ()) -> None:
-        """kinds: what jobs without a problem may bring ("math", "code")."""
+    def __init__(self, problems: Problems, reward: Reward, kinds: Sequence[str] = (), environment: Environment | None = None) -> None:
+        """kinds: what jobs without a problem may bring ("math", "code"). Raises ConfigError for a custom function or an environment that cannot be had."""
         self._problems = problems
         self._reward = reward
         self._custom = load_custom(reward.custom) if reward.custom else None
         self._num_tracebacks = 0
+        self._environment = load_environment(environment, reward) if environment else None
+        self._environment_s = environment.deadline_s if environment else 0.0
         self.kinds = frozenset(kinds) if self._custom is None else frozenset()
         if self._custom is None:
             self.kinds |= {_kind(problem) for split in (problems.train, problems.heldout) for problem in split}
@@ -63,6 +67,37 @@ class Grader:
             self._report_traceback()
             message = {"status": "INFRA_ERROR", "score": None, "extracted": None, "reason": type(error).__name__}
         return {"job": job["job"], "seconds": time.perf_counter() - started_s, **message}
+
+    def answer_turn(self, job: dict[str, Any]) -> dict[str, Any] | None:
+        """The environment's text for the model as a message; None when the answer is final. Whatever the environment raises, and anything but text, is an infra_error."""
+        assert self._environment is not None
+        started_s = time.perf_counter()
+        counts = getattr(self._environment, "counts", {})
+        before = dict(counts)
+        message: dict[str, Any]
+        try:
+            text = self._environment(getattr(self._problems, job["split"])[job["problem"]], tuple(job["turns"]))
+            if text is None:
+                return None
+            if not isinstance(text, str):
+                raise TypeError(f"the environment returned {type(text).__name__}, which is not text")
+            how = [name for name, count in counts.items() for _ in range(count - before.get(name, 0))]
+            message = {"reply": text.encode("utf-8", "replace").decode(), "how": ["replies", *how]}
+        except Exception as error:  # noqa: BLE001 (whatever users' functions raise)
+            self._report_traceback()
+            message = {
+                "status": "INFRA_ERROR",
+                "score": None,
+                "extracted": None,
+                "reason": f"environment: {type(error).__name__}",
+                "how": ["environment_failed"],
+            }
+        return {"job": job["job"], "seconds": time.perf_counter() - started_s, **message}
+
+    @property
+    def turn_limits(self) -> dict[str, float | None]:
+        """Limits of the environment."""
+        return {"cpu_s": None, "wall_s": self._environment_s}
 
     def _by_score(self, problem: Problem, text: str, truncated: bool) -> dict[str, Any]:
         """By the custom function, or by the rule of a built-in task."""
@@ -166,7 +201,8 @@ def _configured(settings: dict[str, Any]) -> Grader:
     step_back(beside_a_rank=settings["data"] is not None)
     reward = Reward(**_with_tuples(settings["reward"]))
     problems = Problems((), (), "") if settings["data"] is None else load_problems(Data(**_with_tuples(settings["data"])))
-    return Grader(problems, reward, settings["kinds"])
+    environment = settings["environment"]
+    return Grader(problems, reward, settings["kinds"], None if environment is None else Environment(**environment))
 
 
 def _with_tuples(section: dict[str, Any]) -> dict[str, Any]:
@@ -188,11 +224,21 @@ def serve(channel: Channel) -> None:
                 except ConfigError as error:
                     reply = {"config_error": str(error)}
             else:
-                limits = grader.limits(message)
-                if limits is not None:
-                    _send(channel, {"taking": message["job"], "limits": limits})
-                reply = grader.grade(message)
+                reply = _judge(channel, grader, message)
             _send(channel, reply)
+
+
+def _judge(channel: Channel, grader: Grader, job: dict[str, Any]) -> dict[str, Any]:
+    """The environment's text or the verdict; each has its own limits, and a clock that starts when they are announced."""
+    if job.get("turns"):
+        _send(channel, {"taking": job["job"], "limits": grader.turn_limits})
+        answered = grader.answer_turn(job)
+        if answered is not None:
+            return answered
+    limits = grader.limits(job) or (grader.ready["limits"] if job.get("turns") else None)
+    if limits is not None:
+        _send(channel, {"taking": job["job"], "limits": limits})
+    return grader.grade(job)
 
 
 def _send(channel: Channel, message: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from areal_hpc.metrics import answer_key
 from areal_hpc.reward.service import Verdict
 from areal_hpc.rollout.engines.base import Request
 from areal_hpc.rollout.engines.sampling import stream_key
+from areal_hpc.rollout.turns import Answer
 from areal_hpc.transport.evaluation import Share
 from areal_hpc.transport.samples import AnswerText
 from areal_hpc.transport.trajectory import Status
@@ -54,17 +55,16 @@ class EvaluationInProgress:
     def complete(self) -> bool:
         return len(self.verdicts) == len(self.problems) * self.k
 
-    def finished(self, request_id: int, tokens_R: np.ndarray, text: str) -> int:
-        """An answer is decoded; returns the position of its problem."""
-        number = request_id - EVALUATION_IDS
-        self.tokens[number] = len(tokens_R)
-        if number // self.k < self.num_saved:
-            self.texts[number] = text
-        return number // self.k
+    def problem_of(self, request_id: int) -> int:
+        """Position of the problem that a request answers."""
+        return (request_id - EVALUATION_IDS) // self.k
 
-    def graded(self, verdict: Verdict, heldout: Sequence[Problem]) -> None:
-        """Its verdict is here."""
+    def graded(self, answer: Answer, verdict: Verdict, heldout: Sequence[Problem]) -> None:
+        """An answer is complete."""
         number = verdict.job_id - EVALUATION_IDS
+        self.tokens[number] = len(answer.tokens_R)
+        if number // self.k < self.num_saved:
+            self.texts[number] = answer.text
         self.verdicts[number] = verdict
         unmarked = verdict.extracted is None and verdict.status in (Status.RIGHT, Status.WRONG)  # judged by the whole text
         program = heldout[number // self.k].kind == "code"

@@ -9,21 +9,21 @@ import numpy as np
 
 from areal_hpc.config import Config, Reward
 from areal_hpc.reward.service import Verdict
-from areal_hpc.rollout.engines.base import Begun, Completion, Request
+from areal_hpc.rollout.engines.base import Request
 from areal_hpc.rollout.engines.sampling import stream_key
+from areal_hpc.rollout.turns import Answer
 from areal_hpc.transport.samples import AnswerText
 from areal_hpc.transport.trajectory import GRADED, Group, Status, Trajectory
 
 
-def training_request(config: Config, ticket: int, sample: int, prompt_P: np.ndarray, begun: Begun | None = None) -> Request:
-    """One sample of a ticket for the engine; `begun`: its first tokens, from an earlier attempt."""
+def training_request(config: Config, ticket: int, sample: int, prompt_P: np.ndarray) -> Request:
+    """One sample of a ticket for the engine."""
     generation = config.generation
     return Request(
         request_id=ticket * config.train.group_size + sample,
         prompt_tokens=prompt_P,
         stream=stream_key(config.seed, ticket, sample),
         max_new_tokens=generation.max_new_tokens,
-        begun=begun,
         temperature=generation.temperature,
     )
 
@@ -38,8 +38,8 @@ class GroupInProgress:
     size: int
     admitted_at: float = field(default_factory=time.monotonic)
     start_version: int | None = None
-    completions: dict[int, tuple[Completion, float]] = field(default_factory=dict)
-    """sample -> (completion, time it finished)."""
+    completions: dict[int, tuple[Answer, float]] = field(default_factory=dict)
+    """sample -> (answer, time its last turn ended)."""
     verdicts: dict[int, tuple[Verdict, float]] = field(default_factory=dict)
     """sample -> (verdict, time it came)."""
     texts: dict[int, str] = field(default_factory=dict)
@@ -86,8 +86,10 @@ class GroupInProgress:
             tokens_R=completion.tokens_R,
             logprobs_R=completion.logprobs_R,
             versions_R=completion.versions_R,
+            loss_mask_R=completion.loss_mask_R,
             reward=value,
             status=verdict.status,
             generated_s=finished_at - self.admitted_at,
             graded_s=graded_at - finished_at,
+            num_turns=completion.num_turns,
         )

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from areal_hpc.reward.service import Verdict
-from areal_hpc.rollout.engines.base import Begun, Completion, Request
+from areal_hpc.rollout.engines.base import Request
 from areal_hpc.rollout.groups import GroupInProgress, training_request
+from areal_hpc.rollout.turns import Answer
 from areal_hpc.transport import random_state
 from areal_hpc.transport.cut import Grade, RankState, Saved, UnfinishedGroup, UnfinishedSample, file_name, write_state
 from areal_hpc.transport.samples import is_saved
@@ -25,8 +26,6 @@ from areal_hpc.transport.samples import is_saved
 if TYPE_CHECKING:
     from areal_hpc.rollout.worker import RolloutWorker
     from areal_hpc.transport.ring import RingProducer
-
-_NOTHING = Begun(tokens_R=np.empty(0, np.int32), logprobs_R=np.empty(0, np.float32), versions_R=np.empty(0, np.int32))
 
 
 @dataclass(slots=True)
@@ -72,48 +71,61 @@ def _write(step: int, folder: Path, name: str, state: RankState) -> Saved:
 
 def unfinished_groups(worker: RolloutWorker) -> list[UnfinishedGroup]:
     """Copies of all groups of which some sample has a token; a ticket without one is granted anew after a restart, as if it had not been."""
-    begun, now = worker.engine.running(), time.monotonic()
+    open_answers, now = worker.turns.open_answers(), time.monotonic()
     size = worker.config.train.group_size
     groups = []
     for group in worker.groups.values():
-        samples = tuple(_copy(group, sample, begun.get(group.ticket * size + sample, _NOTHING), now) for sample in range(group.size))
+        samples = tuple(_copy(group, sample, open_answers.get(group.ticket * size + sample), now) for sample in range(group.size))
         if any(len(sample.tokens_R) for sample in samples):
             groups.append(UnfinishedGroup(group.ticket, samples, now - group.admitted_at))
     return groups + worker.resumed
 
 
-def _copy(group: GroupInProgress, sample: int, begun: Begun, now: float) -> UnfinishedSample:
-    if sample not in group.completions:
-        return UnfinishedSample(begun.tokens_R, begun.logprobs_R, begun.versions_R)
-    completion, finished_at = group.completions[sample]
-    grade = None
-    if sample in group.verdicts:
-        verdict, graded_at = group.verdicts[sample]
-        grade = Grade(verdict.status, verdict.score, verdict.extracted, verdict.seconds, now - graded_at)
-    return UnfinishedSample(completion.tokens_R, completion.logprobs_R, completion.versions_R, completion.finish, now - finished_at, grade)
+def _copy(group: GroupInProgress, sample: int, still_open: tuple[Answer, bool] | None, now: float) -> UnfinishedSample:
+    if still_open is not None:
+        answer, has_ended = still_open
+        return _unfinished(answer, now - answer.ended_at, has_ended=has_ended)
+    (answer, ended_at), (verdict, graded_at) = group.completions[sample], group.verdicts[sample]
+    return _unfinished(answer, now - ended_at, has_ended=True, grade=Grade(verdict.status, verdict.score, verdict.extracted, verdict.seconds, now - graded_at))
+
+
+def _unfinished(answer: Answer, ended_ago_s: float, *, has_ended: bool, grade: Grade | None = None) -> UnfinishedSample:
+    return UnfinishedSample(
+        answer.tokens_R,
+        answer.logprobs_R,
+        answer.versions_R,
+        ("length" if answer.truncated else "stop") if has_ended else None,
+        ended_ago_s if has_ended else 0.0,
+        grade,
+        answer.loss_mask_R,
+        answer.turns,
+    )
 
 
 def take_up(worker: RolloutWorker, saved: UnfinishedGroup, problem_index: int, prompt_P: np.ndarray) -> None:
-    """Go on with a group from a checkpoint: half-finished samples to the engine, behind the tokens they have; finished ones to the reward service unless graded."""
+    """Go on with a group from a checkpoint: its graded samples are done, the others go on where they were, half-finished ones behind the tokens they have."""
     now, config = time.monotonic(), worker.config
     group = GroupInProgress(saved.ticket, problem_index, prompt_P, config.train.group_size, now - saved.admitted_ago_s, saved.start_version)
-    requests: list[Request] = []
+    still_open: list[tuple[Request, Answer, bool]] = []
     for sample, part in enumerate(saved.samples):
-        if part.finish is None:
-            begun = Begun(tokens_R=part.tokens_R, logprobs_R=part.logprobs_R, versions_R=part.versions_R) if len(part.tokens_R) else None
-            requests.append(training_request(config, saved.ticket, sample, prompt_P, begun))
-            continue
-        job_id = saved.ticket * group.size + sample
-        completion = Completion(request_id=job_id, tokens_R=part.tokens_R, logprobs_R=part.logprobs_R, versions_R=part.versions_R, finish=part.finish)
-        group.completions[sample] = (completion, now - part.finished_ago_s)
-        text = worker.tokenizer.decode(part.tokens_R)
-        if is_saved(saved.ticket, config):
-            group.texts[sample] = text
+        request = training_request(config, saved.ticket, sample, prompt_P)
+        answer = Answer(
+            tokens_R=part.tokens_R,
+            logprobs_R=part.logprobs_R,
+            versions_R=part.versions_R,
+            loss_mask_R=np.ones(len(part.tokens_R), bool) if part.loss_mask_R is None else part.loss_mask_R,
+            turns=part.turns,
+            truncated=part.finish == "length",
+            ended_at=now - part.finished_ago_s,
+        )
         if part.grade is None:
-            worker.rewards.submit(job_id, worker.problems.position("train", problem_index), text, truncated=part.finish == "length")
-        else:
-            grade = part.grade
-            group.verdicts[sample] = (Verdict(job_id, grade.status, grade.score, grade.extracted, grade.seconds), now - grade.ago_s)
+            still_open.append((request, answer, part.finish is not None))
+            continue
+        grade = part.grade
+        group.completions[sample] = (answer, answer.ended_at)
+        group.verdicts[sample] = (Verdict(request.request_id, grade.status, grade.score, grade.extracted, grade.seconds), now - grade.ago_s)
+        if is_saved(saved.ticket, config):
+            group.texts[sample] = answer.text
     worker.groups[saved.ticket] = group
     worker.lane.producer.begin(saved.ticket)
-    worker.engine.add(requests)
+    worker.turns.take_up(still_open, worker.problems.position("train", problem_index))

@@ -25,6 +25,7 @@ from areal_hpc.rollout.evaluate import EVALUATION_IDS, EvaluationInProgress, eva
 from areal_hpc.rollout.groups import GroupInProgress, training_request
 from areal_hpc.rollout.leases import Dispatcher, Leases
 from areal_hpc.rollout.snapshot import Snapshots, take_up
+from areal_hpc.rollout.turns import Answer, Turns
 from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
 from areal_hpc.transport.cut import UnfinishedGroup
@@ -66,6 +67,8 @@ class RolloutWorker:
     evaluation: EvaluationInProgress | None = None
     groups: dict[int, GroupInProgress] = field(default_factory=dict)
     outbox: deque[Group] = field(default_factory=deque)
+    turns: Turns = field(init=False)
+    """Every sample between its first token and its verdict."""
     snapshots: Snapshots = field(default_factory=Snapshots)
     resumed: list[UnfinishedGroup] = field(default_factory=list)
     """Of the checkpoint that the run goes on from; taken up with the first weights."""
@@ -82,6 +85,7 @@ class RolloutWorker:
         self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0, known=self.dispatcher.known)
         self._tickets = Tickets(len(self.problems.train), self.config.seed)
         self._prompts = Prompts(self.config.data, self.tokenizer)
+        self.turns = Turns(self.config.environment, self.engine, self.rewards, self.tokenizer, self._prompts, in_order=self.leases.static)
 
     @property
     def trainer(self) -> int:
@@ -163,7 +167,7 @@ class RolloutWorker:
         """The last version came: sequences still running belong to no batch."""
         self.final = True
         size = self.config.train.group_size
-        self.engine.abort([ticket * size + sample for ticket, group in self.groups.items() for sample in range(size) if sample not in group.completions])
+        self.turns.drop([ticket * size + sample for ticket in self.groups for sample in range(size)])
         self.counters["unfinished_groups"] += len(self.groups) + len(self.outbox) + len(self.resumed)
         for ticket in [*self.groups, *(group.ticket for group in self.outbox)]:
             self.lane.producer.cancel(ticket)
@@ -174,7 +178,7 @@ class RolloutWorker:
 
     @property
     def _num_free_groups(self) -> int:
-        free = self.engine.max_num_running - self.engine.num_running - self.engine.num_waiting
+        free = self.engine.max_num_running - self.engine.num_running - self.engine.num_waiting - self.turns.num_away
         return max(0, -(-free // self.config.train.group_size))
 
     def lease_tickets(self) -> None:
@@ -195,7 +199,7 @@ class RolloutWorker:
 
     def admit(self) -> None:
         """Hand leased tickets to the engine while it has a free slot and the outbox is not jammed."""
-        while not self.final and self._num_free_groups and len(self.outbox) <= MAX_OUTBOX:
+        while not self.final and not self.turns.must_wait and self._num_free_groups and len(self.outbox) <= MAX_OUTBOX:
             ticket = self.leases.take(self.engine.policy_version)
             if ticket is None:
                 return
@@ -209,17 +213,17 @@ class RolloutWorker:
         self.lane.producer.begin(ticket)
         self._unreported.append(ticket)
         self.counters["admitted_groups"] += 1
-        self.engine.add([training_request(self.config, ticket, sample, prompt_P) for sample in range(size)])
+        self.turns.add([training_request(self.config, ticket, sample, prompt_P) for sample in range(size)])
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
     def decode_one_step(self) -> None:
-        """One token for every running sequence; what finished goes to the reward service."""
+        """One token for every running sequence; a turn that ended goes to the reward service."""
         if len(self.outbox) > MAX_OUTBOX and self.evaluation is None:  # training may be waiting for the evaluation before it empties the lane
             self.phases.enter("ring_full", "room in its lane")
             time.sleep(IDLE_S)
             return
-        if self.engine.num_running + self.engine.num_waiting == 0:
+        if self.engine.num_running + self.engine.num_waiting == 0 or self.turns.must_wait:
             self.phases.enter("idle", "verdicts of its reward service") if self.groups else self.phases.enter("gated", "a ticket that may start")
             time.sleep(IDLE_S)
             return
@@ -227,25 +231,19 @@ class RolloutWorker:
         finished = self.engine.step()
         self.num_tokens += self.engine.num_running + len(finished)
         for completion in finished:
-            self._grade(completion)
+            self._end_turn(completion)
         self._report_starts()
 
-    def _grade(self, completion: Completion) -> None:
-        text = self.tokenizer.decode(completion.tokens_R)
-        truncated = completion.finish == "length"
+    def _end_turn(self, completion: Completion) -> None:
         if completion.request_id >= EVALUATION_IDS:
             assert self.evaluation is not None
-            index = self.evaluation.finished(completion.request_id, completion.tokens_R, text)
-            self.rewards.submit(completion.request_id, self.problems.position("heldout", index), text, truncated=truncated, split="heldout")
+            index = self.evaluation.problem_of(completion.request_id)
+            self.turns.ended(completion, self.problems.position("heldout", index), "heldout")
             return
-        ticket, sample = divmod(completion.request_id, self.config.train.group_size)
-        group = self.groups[ticket]
+        group = self.groups[completion.request_id // self.config.train.group_size]
         if group.start_version is None:
             self._report_start(group, int(completion.versions_R[0]))
-        group.completions[sample] = (completion, time.monotonic())
-        if is_saved(ticket, self.config):
-            group.texts[sample] = text
-        self.rewards.submit(completion.request_id, self.problems.position("train", group.problem_index), text, truncated=truncated)
+        self.turns.ended(completion, self.problems.position("train", group.problem_index), "train")
 
     def _report_starts(self) -> None:
         """Tell training rank 0 the start version of groups whose first sample has a token (FIFO: sample 0 starts first)."""
@@ -266,17 +264,18 @@ class RolloutWorker:
     # -- grading and the ring --------------------------------------------------------------------------------------
 
     def collect_verdicts(self) -> None:
-        """Take verdicts; groups that are complete move to the outbox, in the order of their completion."""
-        for verdict in self.rewards.poll():
+        """Take verdicts; groups that are complete move to the outbox, in the order of their completion. Answers that an environment replied to go on."""
+        for answer, verdict in self.turns.poll():
             self._graded[verdict.status] += 1
             if verdict.job_id >= EVALUATION_IDS:
-                self._collect_evaluation(verdict)
+                self._collect_evaluation(answer, verdict)
                 continue
             ticket, sample = divmod(verdict.job_id, self.config.train.group_size)
-            group = self.groups.get(ticket)
-            if group is None:  # abandoned at the end of the run
-                continue
+            group = self.groups[ticket]
+            group.completions[sample] = (answer, answer.ended_at)
             group.verdicts[sample] = (verdict, time.monotonic())
+            if is_saved(ticket, self.config):
+                group.texts[sample] = answer.text
             if group.complete:
                 for piece in pieces("training", ticket, group.saved_answers()):
                     self.mailbox.post(self.trainer, Tag.SAMPLES, piece)
@@ -323,12 +322,12 @@ class RolloutWorker:
         mine = list(range(self.world.role_rank, len(held_out), self.world.num_generation))
         self.evaluation = EvaluationInProgress.of(self.config, version, mine)
         for index in mine:
-            self.engine.add(evaluation_requests(self.config, held_out[index], index, self._prompts))
+            self.turns.add(evaluation_requests(self.config, held_out[index], index, self._prompts))
         self._finish_evaluation()  # a rank without a share reports at once
 
-    def _collect_evaluation(self, verdict: Verdict) -> None:
+    def _collect_evaluation(self, answer: Answer, verdict: Verdict) -> None:
         assert self.evaluation is not None
-        self.evaluation.graded(verdict, self.problems.heldout)
+        self.evaluation.graded(answer, verdict, self.problems.heldout)
         self._finish_evaluation()
 
     def _finish_evaluation(self) -> None:
@@ -359,6 +358,6 @@ class RolloutWorker:
             "rss_bytes": resident_bytes(),
             "grading": self.rewards.row(),
             "final": final,
-            "counters": dict(self.counters),
+            "counters": dict(self.counters + self.rewards.metrics),
         }
         self.mailbox.post(self.trainer, Tag.OBSERVED, body)

@@ -47,7 +47,7 @@ class Plan:
     age_S: np.ndarray
     num_microbatches: list[int]
     trained_tokens: list[int]
-    """Answer tokens with weight > 0 in each mini-batch, over all ranks."""
+    """Tokens that the model sampled in answers with weight > 0, of each mini-batch, over all ranks."""
     denominators: list[int]
     """What the summed loss of each mini-batch is divided by (`objectives.denominator`)."""
     num_penalised: int
@@ -192,7 +192,7 @@ class Composer:
             )
 
     def _at_limit(self, table: np.ndarray) -> np.ndarray:
-        """bool [S]: answers that reached the length limit."""
+        """bool [S]: answers that reached the length limit (an environment's tokens count)."""
         return table["num_tokens"] >= self.config.generation.max_new_tokens
 
     def _trains(self, table: np.ndarray) -> np.ndarray:
@@ -227,7 +227,7 @@ class Composer:
             crossover_tokens=self.crossover_tokens,
         )
         trained_S = weight_S > 0
-        tokens_M = np.bincount(plan.minibatch_S[trained_S], table["num_tokens"][trained_S], train.num_minibatches).astype(int).tolist()
+        tokens_M = np.bincount(plan.minibatch_S[trained_S], table["num_sampled"][trained_S], train.num_minibatches).astype(int).tolist()
         answers_M = np.bincount(plan.minibatch_S[trained_S], minlength=train.num_minibatches).tolist()
         max_new_tokens = self.config.generation.max_new_tokens
         penalty_S = overlong_penalty(table["num_tokens"], max_new_tokens, *overlong(self.config))

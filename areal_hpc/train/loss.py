@@ -1,6 +1,6 @@
 """Objectives as pure functions of per-token log-probabilities.
 
-Shapes: M = scored tokens (answer tokens) of a micro-batch, answer after answer; S = its answers. sg: no gradient flows through it.
+Shapes: M = scored tokens (those that the model sampled) of a micro-batch, answer after answer; S = its answers. sg: no gradient flows through it.
 
 1. A *surrogate* (`SURROGATES`) gives the loss of each token, to be minimised, from log pi_theta, log pi_old and the advantage.
 2. Where pi_old is pi_prox, each token's loss is multiplied by the constant pi_prox / pi_behav (`behaviour_weight`), which corrects for the policy that sampled.

@@ -216,6 +216,8 @@ class Recorder:
             "batch": step,
             "prompt_tokens": group.prompt_tokens,
             "answer_tokens": int(sample["num_tokens"]),
+            "sampled_tokens": int(sample["num_sampled"]),
+            "turns": int(sample["num_turns"]),
             "version_min": int(sample["version_min"]),
             "version_max": int(sample["version_max"]),
             "age": version - int(sample["version_min"]),
@@ -294,6 +296,10 @@ class Recorder:
         if finished:
             self.rejected(ledger.policy_version, composer.take_rejected())
         self.log.event(self.world.world_rank, "accounting", " ".join(f"{name}={count}" for name, count in found.items()))
+        self.log.event(self.world.world_rank, "counters", " ".join(f"{name}={count}" for name, count in sorted(total.items())))
+        if self.config.environment.name:
+            said = {name: count for name, count in total.items() if name in ("replies", "environment_failed") or name.startswith("python_")}
+            self.progress.message(f"environment {self.config.environment.name}: " + ", ".join(f"{count} {name}" for name, count in said.items()))
         return found
 
 

@@ -9,7 +9,10 @@
 Micro-batches are the gradient accumulation: their number follows from `microbatch_tokens` and does not change the result. With a KL penalty the reference model,
 sharded like the policy, scores the whole batch once before step 1.
 
-Shapes: S trajectories of this rank, M answer tokens of a micro-batch.
+Of an answer of several turns only the model's own tokens are scored (`Trajectory.loss_mask_R`); the environment's are read like a prompt. So there is no logit, no
+loss, no statistic and no gradient of theirs: lengths, means, products over answers and denominators count the model's tokens.
+
+Shapes: S trajectories of this rank, M scored tokens (the model's own) of a micro-batch.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class LocalBatch:
     num_microbatches: list[int]
     """Per mini-batch, equal on all ranks."""
     trained_tokens: list[int]
-    """Per mini-batch: answer tokens of the trajectories with weight above zero, summed over *all* ranks."""
+    """Per mini-batch: tokens that the model sampled in the trajectories with weight above zero, summed over *all* ranks."""
     denominators: list[int]
     """Per mini-batch: what its summed loss is divided by (`objectives.denominator`)."""
 
@@ -163,17 +166,18 @@ class Trainer:
             if idle:
                 members = np.array([int(np.argmin([t.num_tokens for t in batch.trajectories]))])
             chosen = [batch.trajectories[s] for s in members]
-            counts = [len(t.tokens_R) for t in chosen]
-            versions_M = np.concatenate([t.versions_R for t in chosen])
+            masks = [t.loss_mask_R for t in chosen]
+            counts = [t.num_sampled for t in chosen]
+            versions_M = np.concatenate([t.versions_R[t.loss_mask_R] for t in chosen])
             weight_S = np.zeros(1) if idle else batch.weight_S[members]
             if self.settings.aggregation == "sequence":
                 weight_S = weight_S / counts
             packed.append(
                 _MicroBatch(
-                    packed=Packed.build([np.concatenate([t.prompt_P, t.tokens_R]) for t in chosen], [len(t.prompt_P) for t in chosen], self.device),
+                    packed=Packed.build([np.concatenate([t.prompt_P, t.tokens_R]) for t in chosen], [len(t.prompt_P) for t in chosen], self.device, masks),
                     advantages_M=self._floats(np.repeat(batch.advantage_S[members], counts)),
                     weights_M=self._floats(np.repeat(weight_S, counts)),
-                    behav_logprobs_M=self._floats(np.concatenate([t.logprobs_R for t in chosen])),
+                    behav_logprobs_M=self._floats(np.concatenate([t.logprobs_R[t.loss_mask_R] for t in chosen])),
                     staleness_M=torch.as_tensor(self.policy_version - versions_M, device=self.device),
                     answers=loss.Answers(counts, self.device),
                     idle=idle,

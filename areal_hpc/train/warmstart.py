@@ -30,7 +30,7 @@ import torch
 import areal_hpc
 from areal_hpc.config import Data, Model
 from areal_hpc.data import files, worked
-from areal_hpc.data.datasets import GOLD_MARKER, Problem, load_problems
+from areal_hpc.data.datasets import GOLD_MARKER, Problem, Problems, load_problems
 from areal_hpc.data.prompts import Prompts
 from areal_hpc.models import hf, tokenizer
 from areal_hpc.models.decoder import Decoder, DecoderConfig, Packed
@@ -96,14 +96,22 @@ def cache_key(model: Model, data: Data) -> str:
 def warmstart(model: Model, data: Data, folder: Path, num_threads: int = 1) -> None:
     """Build, train and write the model. Same settings, same machine, same threads: same bits. Raises ConfigError for data without worked solutions."""
     problems = load_problems(data)
-    tokens = tokenizer.build(problems, data.suffix + data.system_prompt)
+    tokens = build_tokenizer(problems, data)
     prompts = Prompts(data, tokens)
     decoder = hf.build_random(decoder_config(model, tokens), model.warmstart_seed)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    supervise(decoder, _batches(prompts.fitting(problems).train, tokens, prompts, model), model)
+    supervise(decoder, _batches(prompts.fitting(problems).train, tokens, prompts, model, data.worked), model)
     torch.set_num_threads(threads_before)
     hf.save(folder, decoder.config.to_hf(), decoder.named_parameters(), tokens.files)
+
+
+def build_tokenizer(problems: Problems, data: Data) -> tokenizer.Tokenizer:
+    """The small model's tokenizer: the characters of prompts and worked solutions."""
+    characters = data.suffix + data.system_prompt
+    if data.worked == "steps":
+        return tokenizer.build(problems, characters)
+    return tokenizer.build(problems, characters + worked.PYTHON_CHARACTERS, worked.PYTHON_PHRASES)
 
 
 def decoder_config(model: Model, tokens: tokenizer.Tokenizer) -> DecoderConfig:
@@ -126,15 +134,22 @@ def decoder_config(model: Model, tokens: tokenizer.Tokenizer) -> DecoderConfig:
     )
 
 
-def example(problem: Problem, tokens: tokenizer.Tokenizer, prompts: Prompts, *, with_steps: bool) -> tuple[np.ndarray, int]:
-    """(prompt, solution and end token as one int32 array, length of the prompt). Without steps the solution is the answer alone."""
+def example(problem: Problem, tokens: tokenizer.Tokenizer, prompts: Prompts, *, with_steps: bool, style: str = "steps") -> tuple[np.ndarray, int, np.ndarray]:
+    """(prompt and solution as one int32 array, length of the prompt, bool [R]: solution tokens that are learned, which an environment's are not).
+
+    Each turn of the model ends with the end token. Without steps the solution is the answer alone. `style`: data.worked.
+    """
     prompt_P = prompts.tokens(problem)
-    solution = worked.worked_solution(problem) if with_steps else f"{GOLD_MARKER}{problem.answer}"
-    solution_R = tokens.encode(solution, add_special_tokens=False)
-    return np.concatenate([prompt_P, solution_R, [tokens.eos_token_id]]).astype(np.int32), len(prompt_P)
+    turns = worked.worked_turns(problem, style) if with_steps else (f"{GOLD_MARKER}{problem.answer}",)
+    parts = [
+        prompts.reply_tokens(text) if number % 2 else np.append(tokens.encode(text, add_special_tokens=False), tokens.eos_token_id)
+        for number, text in enumerate(turns)
+    ]
+    learned_R = np.concatenate([np.full(len(part), number % 2 == 0) for number, part in enumerate(parts)])
+    return np.concatenate([prompt_P, *parts]).astype(np.int32), len(prompt_P), learned_R
 
 
-def _batches(problems: Sequence[Problem], tokens: tokenizer.Tokenizer, prompts: Prompts, model: Model) -> Iterator[Packed]:
+def _batches(problems: Sequence[Problem], tokens: tokenizer.Tokenizer, prompts: Prompts, model: Model, style: str) -> Iterator[Packed]:
     """One batch a step; each problem once before any comes again."""
     rng, order = np.random.default_rng(model.warmstart_seed), np.zeros(0, np.int64)
     for step in range(model.warmstart_steps):
@@ -143,9 +158,9 @@ def _batches(problems: Sequence[Problem], tokens: tokenizer.Tokenizer, prompts: 
         chosen, order = order[: model.warmstart_batch_size], order[model.warmstart_batch_size :]
         direct = step >= model.warmstart_steps - model.warmstart_direct_steps
         with_steps = rng.random(len(chosen)) >= (DIRECT_SHARE if direct else 0)
-        examples = [example(problems[k], tokens, prompts, with_steps=bool(steps)) for k, steps in zip(chosen, with_steps, strict=True)]
-        sequences, prompt_lengths = zip(*examples, strict=True)
-        yield Packed.build(sequences, prompt_lengths)
+        examples = [example(problems[k], tokens, prompts, with_steps=bool(steps), style=style) for k, steps in zip(chosen, with_steps, strict=True)]
+        sequences, prompt_lengths, masks = zip(*examples, strict=True)
+        yield Packed.build(sequences, prompt_lengths, masks=masks)
 
 
 def supervise(decoder: Decoder, batches: Iterator[Packed], model: Model) -> list[float]:

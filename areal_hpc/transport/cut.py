@@ -6,7 +6,8 @@ A checkpoint holds one file per rank, `rank-generation-3.safetensors` or `rank-t
     finished_records                      uint8, their ring records (trajectory.py) back to back
     group_U                               GROUP_COLUMNS of each group that is not complete, float64
     sample_UN                             SAMPLE_COLUMNS of each of its n samples, float64
-    tokens_R, logprobs_R, versions_R      of all those samples back to back
+    tokens_R, logprobs_R, versions_R      of all those samples back to back, and loss_mask_R, 0 at tokens of an environment (uint8)
+    turns                                 uint8: JSON, for each sample the texts of its turns that have ended
     random.*                              the rank's random number generators (random_state.py)
 
 and, as metadata, the texts of extracted answers. Shapes: F finished groups, U unfinished ones, n samples a group, R tokens.
@@ -62,10 +63,14 @@ class UnfinishedSample:
     versions_R: np.ndarray
     """int32 [R]."""
     finish: Literal["stop", "length"] | None = None
-    """None: more tokens are to be sampled."""
+    """How its last turn ended; None: more tokens are to be sampled in this one."""
     finished_ago_s: float = 0.0
     """Seconds from the last token to the cut."""
     grade: Grade | None = None
+    loss_mask_R: np.ndarray | None = None
+    """bool [R]: sampled by the model. None: all of them."""
+    turns: tuple[str, ...] = ()
+    """Texts of the turns that have ended, the model's and the environment's in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +148,18 @@ def _unfinished_tensors(groups: Iterable[UnfinishedGroup]) -> dict[str, np.ndarr
     group_rows = [(group.ticket, group.start_version, group.admitted_ago_s, len(group.samples)) for group in groups]
     empty: dict[str, np.ndarray] = {"tokens_R": np.empty(0, np.int32), "logprobs_R": np.empty(0, np.float32), "versions_R": np.empty(0, np.int32)}
     columns = {name: np.concatenate([nothing, *(getattr(sample, name).astype(nothing.dtype) for sample in samples)]) for name, nothing in empty.items()}
+    columns["loss_mask_R"] = np.concatenate([np.empty(0, np.uint8), *(_mask(sample).astype(np.uint8) for sample in samples)])
+    turns = json.dumps([[list(sample.turns) for sample in group.samples] for group in groups])
     return {
+        "turns": np.frombuffer(turns.encode(), np.uint8),
         "group_U": np.array(group_rows, np.float64).reshape(len(groups), len(GROUP_COLUMNS)),
         "sample_UN": np.array([_sample_row(sample) for sample in samples], np.float64).reshape(len(samples), len(SAMPLE_COLUMNS)),
         **columns,
     }
+
+
+def _mask(sample: UnfinishedSample) -> np.ndarray:
+    return np.ones(len(sample.tokens_R), bool) if sample.loss_mask_R is None else sample.loss_mask_R
 
 
 def _sample_row(sample: UnfinishedSample) -> tuple[float, ...]:
@@ -282,18 +294,22 @@ def _read_unfinished(where: _UnfinishedAt) -> UnfinishedGroup:
         rows = sample_UN[first : first + int(group_U[where.row, 3])]
         start, num_tokens = int(sample_UN[:first, 0].sum()), rows[:, 0].astype(int)
         tokens = slice(start, start + int(num_tokens.sum()))  # never empty: some sample has a token
-        columns = [np.array(file.get_slice(name)[tokens]) for name in ("tokens_R", "logprobs_R", "versions_R")]
+        columns = [np.array(file.get_slice(name)[tokens]) for name in ("tokens_R", "logprobs_R", "versions_R", "loss_mask_R")]
+        turns = json.loads(file.get_tensor("turns").tobytes())[where.row]
     cuts = np.cumsum(num_tokens)[:-1]
     parts = zip(*(np.split(column, cuts) for column in columns), strict=True)
-    samples = [_read_sample(dict(zip(SAMPLE_COLUMNS, row.tolist(), strict=True)), part, text) for row, part, text in zip(rows, parts, extracted, strict=True)]
+    samples = [
+        _read_sample(dict(zip(SAMPLE_COLUMNS, row.tolist(), strict=True)), part, text, tuple(texts))
+        for row, part, text, texts in zip(rows, parts, extracted, turns, strict=True)
+    ]
     return UnfinishedGroup(int(group_U[where.row, 0]), tuple(samples), float(group_U[where.row, 2]))
 
 
-def _read_sample(row: dict[str, float], columns: tuple[np.ndarray, ...], extracted: str | None) -> UnfinishedSample:
+def _read_sample(row: dict[str, float], columns: tuple[np.ndarray, ...], extracted: str | None, turns: tuple[str, ...]) -> UnfinishedSample:
     grade = None
     if row["status"] != NOT_YET:
         score = None if math.isnan(row["score"]) else row["score"]
         grade = Grade(Status(int(row["status"])), score, extracted, row["seconds"], row["graded_ago_s"])
     finish = None if row["finish"] == NOT_YET else FINISHES[int(row["finish"])]
-    tokens_R, logprobs_R, versions_R = columns
-    return UnfinishedSample(tokens_R, logprobs_R, versions_R, finish, row["finished_ago_s"], grade)
+    tokens_R, logprobs_R, versions_R, loss_mask_R = columns
+    return UnfinishedSample(tokens_R, logprobs_R, versions_R, finish, row["finished_ago_s"], grade, loss_mask_R.astype(bool), turns)

@@ -5,7 +5,7 @@ A saved answer is one held-out answer of an evaluation (the first `evaluation.sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,8 @@ MAX_ANSWER_CHARS = 16384
 MAX_EXTRACTED_CHARS = 2048
 PIECE_BYTES = 1 << 16
 """A piece ends once its texts take this many bytes."""
+ENVIRONMENT_MARK, MODEL_MARK = "⟪environment⟫", "⟪model⟫"
+"""Lines around the text of an environment within a saved answer."""
 SAVED_STEPS = 50
 """Batches of a run, evenly spread, from whose tickets groups are saved."""
 
@@ -54,6 +56,11 @@ class Piece:
     kind: Literal["evaluation", "training"]
     number: int
     answers: tuple[AnswerText, ...]
+
+
+def joined_turns(turns: Sequence[str]) -> str:
+    """Texts of the model and of its environment, in turn, as one: each of the environment's between lines that say so."""
+    return "".join(f"\n{ENVIRONMENT_MARK}\n{text}\n{MODEL_MARK}\n" if number % 2 else text for number, text in enumerate(turns))
 
 
 def shorten(text: str, most_chars: int) -> str:

@@ -5,6 +5,7 @@
     tokens_R      int32              tokens of all answers back to back, stop tokens included
     logprobs_R    float32            log-probability of each token under the policy that sampled it (pi_behav)
     versions_R    int32              policy version that sampled each token
+    loss_mask_R   uint8              1: the model sampled this token, and it trains; 0: an environment put it there between two turns
 
 The ring adds its own 64-byte header (see ring.py), which carries the ticket and the version range, so that the batch can be composed without touching payloads.
 """
@@ -37,7 +38,9 @@ GRADED = (Status.RIGHT, Status.WRONG, Status.NO_ANSWER, Status.TRUNCATED, Status
 
 SAMPLE_DTYPE = np.dtype(
     [
-        ("num_tokens", "<i4"),
+        ("num_tokens", "<i4"),  # of the whole answer, an environment's tokens included: what it takes to compute
+        ("num_sampled", "<i4"),  # of these, the model's own: what trains
+        ("num_turns", "<i4"),  # of the model
         ("status", "<i4"),
         ("reward", "<f4"),
         ("version_min", "<i4"),
@@ -59,15 +62,24 @@ class Trajectory:
     tokens_R: np.ndarray
     logprobs_R: np.ndarray
     versions_R: np.ndarray
+    loss_mask_R: np.ndarray
+    """bool: the model sampled this token. An environment's tokens have log-probability 0 and the version of the model's token before them; they never train."""
     reward: float
     status: Status
     generated_s: float = 0.0
     graded_s: float = 0.0
+    num_turns: int = 1
+    """Of the model."""
 
     @property
     def num_tokens(self) -> int:
         """Prompt and answer."""
         return len(self.prompt_P) + len(self.tokens_R)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the answer that the model sampled."""
+        return int(self.loss_mask_R.sum())
 
     @property
     def start_version(self) -> int:
@@ -104,6 +116,7 @@ def _columns(num_samples: int, prompt: int, answers: int) -> list[tuple[int, int
         (answers, np.dtype("<i4")),
         (answers, np.dtype("<f4")),
         (answers, np.dtype("<i4")),
+        (answers, np.dtype("u1")),
     ):
         columns.append((offset, count, dtype))
         offset = _aligned(offset + count * dtype.itemsize)
@@ -123,15 +136,16 @@ def write_group(group: Group, buffer: memoryview | np.ndarray) -> None:
     first = group.trajectories[0]
     answers = sum(len(t.tokens_R) for t in group.trajectories)
     raw[:ALIGNMENT].view("<i8")[:4] = (group.ticket, len(group.trajectories), len(first.prompt_P), answers)
-    table, prompt, tokens, logprobs, versions = _views(raw)
+    table, prompt, tokens, logprobs, versions, mask = _views(raw)
     prompt[:] = first.prompt_P
     start = 0
     for row, t in zip(table, group.trajectories, strict=True):
         stop = start + len(t.tokens_R)
-        row["num_tokens"], row["status"], row["reward"] = len(t.tokens_R), int(t.status), t.reward
+        row["num_tokens"], row["num_sampled"], row["num_turns"] = len(t.tokens_R), t.num_sampled, t.num_turns
+        row["status"], row["reward"] = int(t.status), t.reward
         row["version_min"], row["version_max"] = t.versions_R.min(), t.versions_R.max()
         row["generated_s"], row["graded_s"], row["sample"] = t.generated_s, t.graded_s, t.sample
-        tokens[start:stop], logprobs[start:stop], versions[start:stop] = t.tokens_R, t.logprobs_R, t.versions_R
+        tokens[start:stop], logprobs[start:stop], versions[start:stop], mask[start:stop] = t.tokens_R, t.logprobs_R, t.versions_R, t.loss_mask_R
         start = stop
 
 
@@ -159,7 +173,7 @@ def read_group(buffer: memoryview | np.ndarray) -> Group:
     """The group of a record; all columns are copies, so the slot may be released."""
     raw = np.frombuffer(buffer, np.uint8)
     ticket = int(raw[:ALIGNMENT].view("<i8")[0])
-    table, prompt, tokens, logprobs, versions = (view.copy() for view in _views(raw))
+    table, prompt, tokens, logprobs, versions, mask = (view.copy() for view in _views(raw))
     stops = np.cumsum(table["num_tokens"])
     trajectories = tuple(
         Trajectory(
@@ -173,6 +187,8 @@ def read_group(buffer: memoryview | np.ndarray) -> Group:
             status=Status(int(row["status"])),
             generated_s=float(row["generated_s"]),
             graded_s=float(row["graded_s"]),
+            loss_mask_R=mask[stop - row["num_tokens"] : stop].astype(bool),
+            num_turns=int(row["num_turns"]),
         )
         for row, stop in zip(table, stops, strict=True)
     )

@@ -207,6 +207,7 @@ DIRTY = {
     "trl, no solution": ({"prompt": USER}, "trl", "no 'solution'"),
     "trl, null": ({"prompt": USER, "solution": None}, "trl", "found None"),
     "native, kind": ({"question": "q?", "kind": "video", "answer": "1"}, "native", "kind='video'"),
+    "native, solution that is no text": ({"question": "q?", "kind": "code", "tests": STDIN, "solution": 1}, "native", "the solution of a program must be text"),
     "native, code without tests": ({"question": "q?", "kind": "code", "answer": "1"}, "native", "must be an object or a list, found NoneType"),
     "plain, surrogate in an answer": ({"question": "q?", "answer": "\ud800"}, "plain", "surrogates not allowed"),
     "surrogate in a message": (verl("42") | {"prompt": [{"role": "system", "content": "\ud800"}, *USER]}, "verl", "surrogates not allowed"),

@@ -123,6 +123,36 @@ def test_text_and_tokens_are_those_of_transformers(both, conversation):
     assert expected.count(theirs.bos_token_id) == (1 if "<bos>" in prompts.text(given_problem) else 0)
 
 
+@settings(max_examples=40, deadline=None)
+@given(text=TEXTS)
+def test_replies_continue_the_conversation_as_transformers_renders_it(both, text):
+    """Prompt, the model's turn with its end token, reply: the tokens of the whole conversation in `transformers`."""
+    ours, theirs = both
+    prompts, answer = Prompts(Data(suffix=""), ours), "6*7 is 42"
+    messages = [("user", "What is 6*7?"), ("assistant", answer), ("user", text)]
+    expected = theirs.apply_chat_template([{"role": role, "content": content} for role, content in messages], add_generation_prompt=True, tokenize=False)
+    so_far = prompts.text(problem()) + answer
+    assert expected.startswith(so_far)
+    rest = ours.encode(expected.removeprefix(so_far), add_special_tokens=False).tolist()
+    assert prompts.reply_tokens(text).tolist() == (rest[1:] if rest[0] in ours.stop_token_ids else rest)
+
+
+def test_the_token_that_ended_a_turn_is_not_repeated(tmp_path):
+    """<|im_end|> is what the model of this folder ends its turns with, and what the template puts behind them."""
+    folder = make_folder(tmp_path / "m", CHATML)
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": Tokenizer.from_folder(folder).encode("<|im_end|>", add_special_tokens=False).tolist()})
+    )
+    tokenizer = Tokenizer.from_folder(folder)
+    reply = tokenizer.decode(Prompts(Data(), tokenizer).reply_tokens("5"), skip_special_tokens=False)
+    assert reply.startswith("\n<|im_start|>") and reply.count("<|im_end|>") == 1 and "\n5<|im_end|>\n<|im_start|>" in reply
+
+
+def test_replies_without_a_template_are_the_text_alone(tmp_path):
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path / "m", None))
+    assert tokenizer.decode(Prompts(Data(), tokenizer).reply_tokens("1\n2"), skip_special_tokens=False) == "1\n2", "and no <bos> in the middle"
+
+
 def test_system_prompt_and_suffix_with_a_template(both):
     ours, theirs = both
     data = Data(system_prompt="Think first.", suffix="\nEnd with a box.\n")

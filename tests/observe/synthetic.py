@@ -126,7 +126,15 @@ def run_step(log: Log, clock: Clock, generation: list[Phases], training: list[Ph
 
 def trajectory(step: int, k: int, age: int, right: bool, length: int, batch: int) -> dict[str, Any]:
     version = step - 1
-    values = {"prompt_tokens": 16, "answer_tokens": length, "version_min": version - age, "version_max": version, "age": age}
+    values = {
+        "prompt_tokens": 16,
+        "answer_tokens": length,
+        "sampled_tokens": length,
+        "turns": 1,
+        "version_min": version - age,
+        "version_max": version,
+        "age": age,
+    }
     return row_of(
         "trajectories", ticket=(step - 1) * batch // 4 + k // 4, sample=k % 4, batch=step, reward=5.0 if right else -5.0, status=0 if right else 1, **values
     )

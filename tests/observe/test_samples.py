@@ -14,7 +14,7 @@ from areal_hpc.observe import samples
 from areal_hpc.observe.report import write_report
 from areal_hpc.observe.schema import TABLES, fitting
 from areal_hpc.observe.telemetry import Log
-from areal_hpc.transport.samples import AnswerText
+from areal_hpc.transport.samples import AnswerText, joined_turns
 from areal_hpc.transport.trajectory import Status
 
 HOSTILE = [
@@ -109,6 +109,14 @@ def test_page_over_all_attempts_with_what_filters_need(tmp_path: Path) -> None:
     text = (tmp_path / "page.html").read_text()
     assert "ticket 61" in text and "reward -5" in text and "advantage 0.25" in text and "policy version 2 to 4" in text
     assert '<option value="right">right (1)</option>' in text and "4 answers in 2 files." in text
+
+
+def test_texts_of_an_environment_stand_out(tmp_path: Path) -> None:
+    text = joined_turns(("I ask.", "<b>5</b>", "So 5.", "7", "#### 7"))
+    samples.add_records(tmp_path / "samples" / samples.file_name("evaluation", 0), [row(text)])
+    samples.write_page(tmp_path, tmp_path / "page.html", "run")
+    page = (tmp_path / "page.html").read_text()
+    assert 'I ask.\n<span class="environment">&lt;b&gt;5&lt;/b&gt;</span>\nSo 5.\n<span class="environment">7</span>\n#### 7</pre>' in page
 
 
 def test_page_that_would_grow_too_large_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

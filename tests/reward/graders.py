@@ -31,3 +31,25 @@ def by_text(problem, text):
     if text == "shout":
         print("x" * 100_000, flush=True)
     return {"none": None, "nan": float("nan"), "infinite": float("inf"), "text": "1.0", "half": 0.5, "true": True, "minus": -1}.get(text, 1.0)
+
+
+def always(problem, turns):
+    """An environment that has something to say to every turn."""
+    assert len(turns) % 2 == 1
+    return "+1\n"
+
+
+def slow_for_some(problem, turns):
+    """The later a problem stands, the sooner its environment is done."""
+    time.sleep(0.05 if problem.index % 2 == 0 else 0.0)
+    return "+1\n"
+
+
+def by_turn(problem, turns):
+    """An environment that does what the model's turn says."""
+    text = turns[-1]
+    if text == "count":
+        return f"{len(turns)} texts about {problem.question}"
+    if text == "number":
+        return 7
+    return None if text.startswith("####") else by_text(problem, text) and "fine"

@@ -1,5 +1,7 @@
 """Small models and global batches that the trainer's tests share."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -43,10 +45,23 @@ def trajectories(seed: int, num: int = 12, group_size: int = 3) -> list[Trajecto
                 tokens_R=rng.integers(0, TINY.vocab_size, num_tokens).astype(np.int32),
                 logprobs_R=rng.normal(-3, 0.5, num_tokens).astype(np.float32),
                 versions_R=np.sort(rng.integers(0, 3, num_tokens)).astype(np.int32),
+                loss_mask_R=np.ones(num_tokens, bool),
                 reward=float(rng.choice([5.0, -5.0])),
                 status=Status.RIGHT,
             )
         )
+    return result
+
+
+def with_turns(trajs: list[Trajectory], seed: int) -> list[Trajectory]:
+    """The same, with texts of an environment in the answers: runs of tokens behind the first that the model did not sample."""
+    rng, result = np.random.default_rng(seed), []
+    for t in trajs:
+        mask_R = np.ones(len(t.tokens_R), bool)
+        for _ in range(2):
+            start = int(rng.integers(1, len(mask_R) + 1))
+            mask_R[start : start + int(rng.integers(1, 7))] = False
+        result.append(replace(t, loss_mask_R=mask_R, logprobs_R=np.where(mask_R, t.logprobs_R, np.float32(0))))
     return result
 
 
@@ -76,7 +91,7 @@ def local_batch(
         capacity_tokens=capacity,
         min_microbatches=min_microbatches,
     )
-    tokens_S = np.array([len(t.tokens_R) for t in trajs])
+    tokens_S = np.array([t.num_sampled for t in trajs])
     mine = np.flatnonzero(plan.rank_S == role_rank)
     if shuffle is not None:
         mine = np.random.default_rng(shuffle).permutation(mine)

@@ -27,9 +27,10 @@ def make_config(max_staleness=1, mode="count", num_minibatches=1, **train) -> Co
     return config
 
 
-def arrival(ticket, statuses, lengths=(5, 6, 7, 8), version=0) -> Arrival:
+def arrival(ticket, statuses, lengths=(5, 6, 7, 8), sampled=None, version=0) -> Arrival:
     table = np.zeros(N, SAMPLE_DTYPE)
     table["status"], table["num_tokens"], table["sample"] = [int(s) for s in statuses], lengths, range(N)
+    table["num_sampled"] = lengths if sampled is None else sampled
     table["reward"] = [{Status.RIGHT: 2.0, Status.INFRA_ERROR: np.nan}.get(s, -1.0) for s in statuses]
     table["version_min"] = table["version_max"] = version
     return Arrival(ticket, 0, 0, version, 3, table)
@@ -117,6 +118,15 @@ def test_denominators_count_what_trains():
     for aggregation, expected in (("token", [7, 26]), ("sequence", [3, 4]), ("sequence-sum", [3, 4]), ("batch", [3 * MAX_NEW_TOKENS, 4 * MAX_NEW_TOKENS])):
         plan = plan_of(make_config(num_minibatches=2, aggregation=aggregation), *groups)
         assert plan.denominators == expected and plan.trained_tokens == [7, 26]
+
+
+def test_tokens_of_an_environment_count_for_length_and_not_for_denominators():
+    """The limit and the overlong buffer are about the whole answer; what trains is the model's own part."""
+    group = ([R, W, T, R], (10, 11, MAX_NEW_TOKENS, 15), (3, 4, 5, 6))
+    for aggregation, expected in (("token", 18 + 26), ("sequence", 8), ("batch", 8 * MAX_NEW_TOKENS)):
+        plan = plan_of(make_config(aggregation=aggregation, truncated="penalise", overlong_buffer=10, overlong_penalty=4.0), group, SHORT)
+        assert (plan.denominators, plan.trained_tokens) == ([expected], [18 + 26])
+        assert (plan.num_penalised, plan.num_overlong) == (1, 3)
 
 
 @pytest.mark.parametrize("mode", ["count", "drop", "mask", "dropless"])

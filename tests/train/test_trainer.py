@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_hpc import config
-from areal_hpc.models import hf
+from areal_hpc.models import decoder, hf
 from areal_hpc.models.flops import train_flops
 from areal_hpc.objectives import settings
 from areal_hpc.train import loss
@@ -16,7 +16,7 @@ from areal_hpc.train import trainer as trainer_module
 from areal_hpc.train.checkpoint import load_checkpoint, save_checkpoint
 
 from . import reference
-from .cases import MAX_NEW_TOKENS, TINY, local_batch, tiny_trainer, trajectories
+from .cases import MAX_NEW_TOKENS, TINY, local_batch, tiny_trainer, trajectories, with_turns
 
 TEMPERATURE = 0.9
 VERSION = 2
@@ -47,14 +47,14 @@ class Reference:
         self.optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=(train.adam_beta1, train.adam_beta2), eps=train.adam_eps, weight_decay=train.weight_decay)
 
     def logprobs(self, trajs):
-        """Per trajectory, log-probabilities of its answer."""
+        """Per trajectory, log-probabilities of the tokens of its answer that the model sampled."""
         rows = [np.concatenate([t.prompt_P, t.tokens_R]) for t in trajs]
         longest = max(map(len, rows))
         tokens = torch.tensor(np.stack([np.pad(row, (0, longest - len(row))) for row in rows]), dtype=torch.int64)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         log_softmax = torch.log_softmax(self.model(input_ids=tokens, attention_mask=mask).logits / TEMPERATURE, -1)
         scores = log_softmax[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-        return [scores[k, len(t.prompt_P) - 1 : len(row) - 1] for k, (t, row) in enumerate(zip(trajs, rows, strict=True))]
+        return [scores[k, len(t.prompt_P) - 1 : len(row) - 1][torch.from_numpy(t.loss_mask_R)] for k, (t, row) in enumerate(zip(trajs, rows, strict=True))]
 
     def train_batch(self, batch, num_minibatches, options):
         """Loss and its gradient with respect to log-probabilities from reference.py, the rest by textbook; returns (loss, mean gradient norm)."""
@@ -68,9 +68,9 @@ class Reference:
             columns = (
                 held,
                 [prox[s] for s in members],
-                [trajs[s].logprobs_R.astype(np.float64) for s in members],
+                [trajs[s].logprobs_R[trajs[s].loss_mask_R].astype(np.float64) for s in members],
                 [self.first_logprobs[trajs[s].ticket, trajs[s].sample] for s in members],
-                [self.version - trajs[s].versions_R for s in members],
+                [self.version - trajs[s].versions_R[trajs[s].loss_mask_R] for s in members],
                 [float(batch.advantage_S[s]) for s in members],
             )
             losses.append((reference.batch_loss(held, *columns, max_new_tokens=MAX_NEW_TOKENS, **options), batch.denominators[m]))
@@ -112,6 +112,72 @@ def test_steps_equal_transformers_on_padded_batches(tmp_path, name, num_minibatc
     ours = dict(trainer.full_state())
     for parameter, theirs in padded.model.named_parameters():
         np.testing.assert_allclose(ours[parameter].numpy(), theirs.detach().numpy(), atol=2e-5, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", reference.CASES)
+def test_environment_tokens_are_in_no_loss_and_no_denominator(tmp_path, name):
+    """Answers of several turns, two mini-batches, against the formulas over the model's own tokens and `transformers` on padded batches."""
+    options = reference.CASES[name]
+    train = config.Train(lr=3e-3, adam_eps=1e-3, max_grad_norm=0.5, warmup_steps=2, **options)
+    trainer, padded = tiny_trainer(**options, lr=3e-3, adam_eps=1e-3), Reference(tmp_path, train)
+    trainer.policy_version = VERSION
+    trajs = with_turns(trajectories(0), 0)
+    assert 0.2 < np.mean(np.concatenate([~t.loss_mask_R for t in trajs])) < 0.8
+    batch = local_batch(trajs, num_minibatches=2, masked=(1, 5), aggregation=trainer.settings.aggregation)
+    padded_first(padded, batch)
+    stats = trainer.train_batch(batch)
+    loss, grad_norm = padded.train_batch(batch, 2, options)
+    assert stats.loss == pytest.approx(loss, rel=2e-4, abs=1e-5)
+    assert stats.grad_norm == pytest.approx(grad_norm, rel=2e-4)
+    assert stats.train_tokens == sum(batch.trained_tokens) == sum(t.num_sampled for s, t in enumerate(trajs) if s not in (1, 5))
+    ours = dict(trainer.full_state())
+    for parameter, theirs in padded.model.named_parameters():
+        np.testing.assert_allclose(ours[parameter].numpy(), theirs.detach().numpy(), atol=2e-5, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", reference.CASES)
+def test_gradients_of_environment_tokens_are_exactly_zero(name, monkeypatch):
+    """No logit is computed for one of them in any forward pass; whatever their log-probabilities and versions, even not-a-number, no bit of a gradient changes."""
+    options = reference.CASES[name]
+    scored = []
+    original = decoder.token_scores
+
+    def recorded(hidden_Md, head_Vd, targets_M, temperature):
+        assert len(hidden_Md) == len(targets_M)
+        scored.append(targets_M.numpy().copy())
+        return original(hidden_Md, head_Vd, targets_M, temperature)
+
+    monkeypatch.setattr(decoder, "token_scores", recorded)
+    trajs = with_turns(trajectories(3), 3)
+    aggregation = settings(config.Train(**options)).aggregation
+    gradients, stats = gradients_of_first_update(local_batch(trajs, aggregation=aggregation), **options)
+    own = np.sort(np.concatenate([t.tokens_R[t.loss_mask_R] for t in trajs]))
+    num_passes = 2 if "kl_coef" in options else 1
+    assert np.array_equal(np.sort(np.concatenate(scored)), np.sort(np.tile(own, num_passes)))
+    nonsense = [
+        dataclasses.replace(
+            t, logprobs_R=np.where(t.loss_mask_R, t.logprobs_R, np.float32(np.nan)), versions_R=np.where(t.loss_mask_R, t.versions_R, -(2**20)).astype(np.int32)
+        )
+        for t in trajs
+    ]
+    again, stats_again = gradients_of_first_update(local_batch(nonsense, aggregation=aggregation), **options)
+    assert all(torch.equal(gradients[parameter], again[parameter]) for parameter in gradients)
+    assert any((gradient != 0).any() for gradient in gradients.values())
+    watched = [field.name for field in dataclasses.fields(stats) if field.name not in ("peak_flops", "peak_memory_bytes")]
+    np.testing.assert_equal([getattr(stats_again, field) for field in watched], [getattr(stats, field) for field in watched])
+    assert stats.train_tokens == len(own)
+
+
+@pytest.mark.parametrize("name", ["decoupled sequence weight", "decoupled loglinear", "grpo", "gspo"])
+def test_any_cut_of_answers_of_several_turns_gives_the_same_gradient(name):
+    options = reference.CASES[name]
+    trajs, aggregation = with_turns(trajectories(3), 4), settings(config.Train(**options)).aggregation
+    whole, stats = gradients_of_first_update(local_batch(trajs, capacity=10_000, aggregation=aggregation), **options)
+    for cut in ({"capacity": 64}, {"capacity": 1}, {"capacity": 10_000, "shuffle": 1}):
+        found, cut_stats = gradients_of_first_update(local_batch(trajs, aggregation=aggregation, **cut), **options)
+        for parameter, gradient in whole.items():
+            assert (found[parameter] - gradient).norm() <= 1e-5 * gradient.norm(), parameter
+        assert cut_stats.loss == pytest.approx(stats.loss, rel=1e-5, abs=1e-6)
 
 
 def padded_first(padded, batch):

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from areal_hpc.config import ConfigError, Data, Model
+from areal_hpc.config import ConfigError, Data, Environment, Model, Reward
 from areal_hpc.data.datasets import load_problems
 from areal_hpc.data.prompts import Prompts
+from areal_hpc.data.worked import worked_turns
 from areal_hpc.models import hf
 from areal_hpc.models.decoder import Packed
 from areal_hpc.models.tokenizer import Tokenizer
+from areal_hpc.reward.environments import PythonTool
 from areal_hpc.train import warmstart
 
 MODEL = Model(
@@ -41,13 +43,14 @@ def test_learned_and_equal_to_transformers(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.eos_token_id == tokens.eos_token_id
     reference, examples = [], [warmstart.example(problem, tokens, Prompts(DATA, tokens), with_steps=True) for problem in problems.heldout[:16]]
-    for problem, (sequence, prompt) in zip(problems.heldout, examples, strict=False):
+    for problem, (sequence, prompt, learned) in zip(problems.heldout, examples, strict=False):
         assert theirs(problem.question + DATA.suffix).input_ids == sequence[:prompt].tolist()
-        assert sequence[-1] == tokens.eos_token_id
+        assert sequence[-1] == tokens.eos_token_id and learned.all()
         labels = torch.tensor(np.where(np.arange(len(sequence)) < prompt, -100, sequence))[None]
         reference.append((float(model(torch.tensor(sequence)[None].long(), labels=labels.long()).loss.detach()), len(sequence) - prompt))
     expected = sum(loss * count for loss, count in reference) / sum(count for _, count in reference)
-    packed = Packed.build(*zip(*examples, strict=True))
+    sequences, prompt_lengths, _ = zip(*examples, strict=True)
+    packed = Packed.build(sequences, prompt_lengths)
     with torch.no_grad():
         trained = -float(hf.load_decoder(folder)(packed).logprobs_M.mean())
         untrained = -float(hf.build_random(hf.load_config(folder), MODEL.warmstart_seed)(packed).logprobs_M.mean())
@@ -105,3 +108,27 @@ def test_zero_steps_leave_random_weights_and_need_no_solutions(tmp_path):
     folder = warmstart.cached_model(dataclasses.replace(MODEL, warmstart_steps=0), data, tmp_path, num_threads=1)
     expected = hf.build_random(hf.load_config(folder), MODEL.warmstart_seed)
     assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in hf.load_weights(folder))
+
+
+def test_what_an_environment_says_is_read_and_not_learned():
+    """data.worked=python: each turn of the model ends with the end token, the output of its program is what the tool would give, and only the model's turns count."""
+    data = Data(size=60, worked="python")
+    problems = load_problems(data)
+    tokens = warmstart.build_tokenizer(problems, data)
+    prompts = Prompts(data, tokens)
+    tool = PythonTool(Environment(name="python"), Reward())
+    try:
+        for problem in problems.train[:5]:
+            sequence, prompt, learned_R = warmstart.example(problem, tokens, prompts, with_steps=True, style=data.worked)
+            parts = np.split(sequence[prompt:], np.flatnonzero(np.diff(learned_R.astype(int))) + 1)
+            assert len(parts) == 3 and learned_R[0]
+            assert parts[0][-1] == parts[2][-1] == tokens.eos_token_id
+            call, shown, answer = (tokens.decode(part) for part in parts)
+            assert tool(problem, (call,)) == shown and answer == f"#### {problem.answer}"
+            assert tokens.count_unknown(sequence) == 0
+            _, _, direct_R = warmstart.example(problem, tokens, prompts, with_steps=False, style=data.worked)
+            assert direct_R.all() and len(direct_R) < len(learned_R)
+    finally:
+        tool.close()
+    with pytest.raises(ConfigError, match=r"data\.worked=python.*chain_sum"):
+        worked_turns(load_problems(Data(tasks=("gcd",), size=20)).train[0], "python")

@@ -23,6 +23,8 @@ def make_group(ticket: int, prompt_length: int, lengths: list[int], seed: int) -
                 tokens_R=rng.integers(0, 2**31 - 1, length).astype(np.int32),
                 logprobs_R=-rng.exponential(size=length).astype(np.float32),
                 versions_R=np.sort(rng.integers(0, 9, length)).astype(np.int32),
+                loss_mask_R=rng.random(length) < 0.5,
+                num_turns=int(rng.integers(1, 9)),
                 reward=float(rng.choice([5.0, -5.0, np.nan])),
                 status=Status(int(rng.integers(len(Status)))),
                 generated_s=float(np.float32(rng.random())),
@@ -46,14 +48,16 @@ def test_round_trip(ticket: int, prompt_length: int, lengths: list[int], seed: i
     back = read_group(buffer[:size])
     assert back.ticket == ticket
     for found, expected in zip(back.trajectories, group.trajectories, strict=True):
-        for name in ("prompt_P", "tokens_R", "logprobs_R", "versions_R"):
+        for name in ("prompt_P", "tokens_R", "logprobs_R", "versions_R", "loss_mask_R"):
+            assert getattr(found, name).dtype == getattr(expected, name).dtype
             assert getattr(found, name).tobytes() == getattr(expected, name).tobytes()
-        for name in ("ticket", "sample", "status", "generated_s", "graded_s", "num_tokens", "start_version"):
+        for name in ("ticket", "sample", "status", "generated_s", "graded_s", "num_tokens", "num_sampled", "num_turns", "start_version"):
             assert getattr(found, name) == getattr(expected, name)
         np.testing.assert_equal(found.reward, expected.reward)
     read_ticket, prompt_tokens, table = read_table(buffer[:size])
     assert (read_ticket, prompt_tokens) == (ticket, prompt_length)
     assert table["num_tokens"].tolist() == lengths
+    assert table["num_sampled"].tolist() == [int(t.loss_mask_R.sum()) for t in group.trajectories]
     assert int(table["version_min"].min()) == group.start_version
     buffer[:] = 0  # the slot is released and written again: what was read are copies
     assert back.trajectories[0].tokens_R.tobytes() == group.trajectories[0].tokens_R.tobytes()
