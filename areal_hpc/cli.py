@@ -1,4 +1,4 @@
-"""The command line: `areal-hpc run | report | eval | grade | export`. Heavy imports come after the arguments are understood.
+"""The command line: `areal-hpc run | replay | report | eval | grade | export`. Heavy imports come after the arguments are understood.
 
 Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 75 stopped on a signal with a complete checkpoint; anything else a failure.
 """
@@ -18,6 +18,8 @@ USAGE = """usage: areal-hpc COMMAND ...
 
   run RECIPE [--section.option value ...]   train; under srun or mpiexec be one rank, otherwise start the ranks here
                                             --print-config shows the result and stops, --config FILE.yaml overrides many options
+  replay RUN [--level train|full]           do again what a run recorded (--log.record) and compare bit for bit: 0 equal, 1 different
+                                            --attempt K, --steps N, --grade-again, --force (another machine)
   report RUN                                tables, plots and saved answers of a run, in RUN/report
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
@@ -33,7 +35,7 @@ areal-hpc run RECIPE --help lists all options with their meaning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"run": run, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes}
+    commands = {"run": run, "replay": replay, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes}
     try:
         asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
         if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2)):
@@ -126,6 +128,13 @@ def _be_rank(args: list[str]) -> int:
 
         check_inputs(config)
     run_rank(config, Path(attempt) if attempt else agree_on_attempt(with_run_dir(config)))
+
+
+def replay(args: list[str]) -> int:
+    """Do again what a run recorded, and compare."""
+    from areal_hpc.replay import main as replay_main
+
+    return replay_main(args)
 
 
 def report(args: list[str]) -> int:

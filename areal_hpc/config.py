@@ -309,6 +309,13 @@ class Transport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    record: Literal["none", "order", "tokens"] = "order"
+    """What `areal-hpc replay` will find. order: what happened when, and hashes: enough to generate and train again; tokens: what was trained as well, so that
+    training can be repeated alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     recipe: str = "laptop"
     """Name of the recipe this configuration came from."""
@@ -329,6 +336,7 @@ class Config:
     reward: Reward = field(default_factory=Reward)
     evaluation: Evaluation = field(default_factory=Evaluation)
     transport: Transport = field(default_factory=Transport)
+    log: Log = field(default_factory=Log)
 
     @property
     def groups_per_batch(self) -> int:

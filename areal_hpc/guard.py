@@ -30,6 +30,10 @@ END_DEADLINE_S = 60.0
 """Seconds within which all ranks must reach the end, their files closed."""
 
 
+class Difference(Exception):  # noqa: N818 (not an error of the program)
+    """A replay found something that is not as recorded. The job ends with this one line, without a traceback, and status 1."""
+
+
 class AbortGuard:
     """Context manager around everything a rank does after MPI has started.
 
@@ -54,7 +58,8 @@ class AbortGuard:
 
     def _abort(self, error: BaseException) -> NoReturn:
         user_error = isinstance(error, ConfigError)
-        text = str(error) if user_error else "".join(traceback.format_exception(error))
+        one_line = isinstance(error, (ConfigError, Difference))
+        text = str(error) if one_line else "".join(traceback.format_exception(error))
         report = {
             "status": "failed",
             "exit_status": USER_ERROR if user_error else FAILED,
@@ -65,8 +70,8 @@ class AbortGuard:
             "time": time.time(),
         }
         first = _claim(self.attempt_dir / "failure.json", report)
-        if user_error:
-            line = f"error: {error}" if first else ""
+        if one_line:
+            line = f"{'error' if user_error else 'different'}: {error}" if first else ""
         elif first:
             line = f"{self.name} failed first, the job ends:\n{text}"
         else:

@@ -27,6 +27,8 @@ from areal_hpc.observe.telemetry import Log, hardware
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.reward.service import RewardService
 from areal_hpc.rollout.engines import create_engine
+from areal_hpc.rollout.script import open_script as generation_script
+from areal_hpc.rollout.tape import open_recording as generation_tape
 from areal_hpc.rollout.worker import RolloutWorker
 from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
@@ -37,10 +39,13 @@ from areal_hpc.train.loop import Head, TrainingRank, end_run, training_loop
 from areal_hpc.train.publish import Publisher
 from areal_hpc.train.record import Recorder
 from areal_hpc.train.saved import SavedAnswers
+from areal_hpc.train.script import open_script as training_script
+from areal_hpc.train.tape import open_recording as training_tape
 from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport.evaluation import source_of
 from areal_hpc.transport.lanes import open_incoming, open_outgoing
 from areal_hpc.transport.messages import Mailbox
+from areal_hpc.transport.tape import Replay
 from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
 from areal_hpc.validate import model_folder
 
@@ -48,8 +53,8 @@ UNBOUNDED_HELD = 2**31
 """Groups a training rank may hold when the gate bounds them anyway."""
 
 
-def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
-    """Be one rank of the job. `config` has passed `check`; ends the process."""
+def run_rank(config: Config, attempt_dir: Path, replay: Replay | None = None) -> NoReturn:
+    """Be one rank of the job, or of its replay. `config` has passed `check`; ends the process."""
     rewards = RewardService.start()  # before MPI: a process started afterwards can upset the interconnect
     torch.set_num_threads(config.topology.threads_per_rank)
     with guard.AbortGuard(attempt_dir) as abort:
@@ -65,10 +70,10 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
         status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
             rewards.configure(config.data, config.reward)
-            generate(config, world, connection, problems, model_dir, rewards, phases)
+            generate(config, world, connection, problems, model_dir, attempt_dir, rewards, phases, replay)
         else:
             rewards.close()
-            status, summary = train(config, world, connection, problems, model_dir, attempt_dir, phases, stop)
+            status, summary = train(config, world, connection, problems, model_dir, attempt_dir, phases, stop, replay)
         rewards.close()
         world.barrier(config.transport.data_deadline_s, "end")
         status = world.control.bcast(status, root=world.training_ranks[0])
@@ -140,10 +145,21 @@ def wire_dtype(config: Config) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
 
 
-def generate(config: Config, world: World, connection: groups.Connection, problems: Problems, model_dir: Path, rewards: RewardService, phases: Phases) -> None:
+def generate(
+    config: Config,
+    world: World,
+    connection: groups.Connection,
+    problems: Problems,
+    model_dir: Path,
+    attempt_dir: Path,
+    rewards: RewardService,
+    phases: Phases,
+    replay: Replay | None,
+) -> None:
     """A generation rank: its engine starts empty and gets version 0 by the first push, as every other version."""
     tokenizer = Tokenizer.from_folder(model_dir)
-    engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
+    tape = generation_script(replay, world, config.train.group_size) if replay else generation_tape(config, world, attempt_dir)
+    engine = tape.engine(create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device))
     lane = open_outgoing(config, world)
     shapes = ((name, tensor.shape) for name, tensor in engine.named_weights())
     manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
@@ -160,8 +176,11 @@ def generate(config: Config, world: World, connection: groups.Connection, proble
         tokenizer=tokenizer,
         mailbox=Mailbox(world.control),
         phases=phases,
+        tape=tape,
     )
+    tape.attach(worker)
     worker.run()
+    tape.close()
     worker.mailbox.drain(config.transport.push_deadline_s)
     lane.close(config.transport.push_deadline_s)
 
@@ -175,6 +194,7 @@ def train(
     attempt_dir: Path,
     phases: Phases,
     stop: StopFlag,
+    replay: Replay | None,
 ) -> tuple[int, dict]:
     """A training rank. Returns the exit status and, on training rank 0, the summary for exit.json."""
     decoder_config = hf.load_config(model_dir)
@@ -193,7 +213,9 @@ def train(
     collector = Collector(world.role_rank, lanes, max_held=held)
     composer = Composer(config, world.num_training, attention_crossover_tokens(decoder_config))
     head = open_head(config, world, mailbox, publisher, composer, attempt_dir, phases, problems, stop) if world.is_first_trainer else None
-    rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, head)
+    tape = training_script(replay, world) if replay else training_tape(config, world, trainer, attempt_dir)
+    rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, head, tape)
+    tape.attach(rank)
     tokenizer_files = hf.tokenizer_files(model_dir)
 
     def save(step: int) -> None:
@@ -203,20 +225,21 @@ def train(
     steps = training_loop(rank, save)
     finished = steps == config.train.num_steps
     with phases("save"):
-        if finished:
+        if tape.keeps_results and finished:
             save_model(attempt_dir.parent / "model", trainer, decoder_config, tokenizer_files)
-        else:
+        elif tape.keeps_results:
             save(steps)
-    summary = end_run(rank, finished=finished)
+    summary = end_run(rank, finished=finished) | tape.summary(rank)
+    tape.close()
     lanes.close(config.transport.push_deadline_s)
     if head is not None:
-        if not finished:
+        if not finished and tape.keeps_results:
             text = f"stopped on request ({stop.signal_name}) after step {steps}; checkpoint written"
             head.recorder.log.event(world.world_rank, "stopped", text)
             head.recorder.progress.message(text)
         head.recorder.log.close()
         head.recorder.progress.finish()
-    return (guard.DONE if finished else guard.REQUEUE), {"steps": steps, **summary}
+    return (guard.DONE if finished or replay else guard.REQUEUE), {"steps": steps, **summary}
 
 
 def open_head(

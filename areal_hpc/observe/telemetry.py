@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +28,7 @@ import h5py
 import numpy as np
 
 from areal_hpc import __version__
-from areal_hpc.observe.schema import SCHEMA_VERSION, TABLES, Rows, Table, to_rows
+from areal_hpc.observe.schema import ALL_TABLES, SCHEMA_VERSION, TABLES, Rows, Table, table_of, to_rows
 
 Attribute = str | int | float
 _BROKEN: list[tuple[h5py.File, dict[str, h5py.Dataset]]] = []  # handles that cannot be closed; garbage collection would try
@@ -49,13 +49,13 @@ class AnyLog(ABC):
     Trap: `append` flushes only when a second has passed since the last flush; rows of a long quiet time wait for `flush`.
     """
 
-    def __init__(self, clock: Callable[[], float], flush_interval_s: float) -> None:
+    def __init__(self, clock: Callable[[], float], flush_interval_s: float, tables: Iterable[str] = TABLES) -> None:
         self.degraded = False
         """A write failed: rows go to the text file beside the log."""
         self._clock = clock
         self._flush_interval_s = flush_interval_s
         self._last_flush_s = clock()
-        self._pending: dict[str, list[np.ndarray]] = {name: [] for name in TABLES}
+        self._pending: dict[str, list[np.ndarray]] = {name: [] for name in tables}
         self._closed = False
 
     @abstractmethod
@@ -126,15 +126,22 @@ class Log(AnyLog):
     """The log in an HDF5 file. Verbs, lifecycle and trap: see `AnyLog`."""
 
     @classmethod
-    def create(cls, path: Path, attributes: Mapping[str, Attribute], clock: Callable[[], float] = time.monotonic, flush_interval_s: float = 1.0) -> Self:
-        """New file at `path` with `attributes` at its root beside the standard ones. Raises FileExistsError when there is one already."""
+    def create(
+        cls,
+        path: Path,
+        attributes: Mapping[str, Attribute],
+        clock: Callable[[], float] = time.monotonic,
+        flush_interval_s: float = 1.0,
+        tables: Mapping[str, Table] = TABLES,
+    ) -> Self:
+        """New file at `path` with these tables, and `attributes` at its root beside the standard ones. Raises FileExistsError when there is one already."""
         if path.exists():
             raise FileExistsError(f"{path} exists; a log is never continued, each attempt has its own")
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # appears under its name only when readers can open it
         file = h5py.File(unfinished, "x", libver=("v110", "v110"), locking=False)
         for name, value in _with_standard(attributes, clock).items():
             file.attrs[name] = _fixed(value)
-        for table in TABLES.values():
+        for table in tables.values():
             _create_table(file, table)
         file.swmr_mode = True
         file.flush()
@@ -145,11 +152,11 @@ class Log(AnyLog):
         return cls(path, file, clock, flush_interval_s)
 
     def __init__(self, path: Path, file: h5py.File, clock: Callable[[], float], flush_interval_s: float) -> None:
-        super().__init__(clock, flush_interval_s)
+        self._data = {name: file[name] for name in ALL_TABLES if name in file}
+        super().__init__(clock, flush_interval_s, self._data)
         self.path = path
         self._file = file
-        self._data = {name: file[name] for name in TABLES}
-        self._num_rows = dict.fromkeys(TABLES, 0)  # rows that are safe: flushed to the file or to the sidecar
+        self._num_rows = dict.fromkeys(self._data, 0)  # rows that are safe: flushed to the file or to the sidecar
         self._not_saved: list[str] = []  # lines that even the sidecar refused; kept for the next try
 
     def _write(self, pending: dict[str, np.ndarray]) -> None:
@@ -260,7 +267,7 @@ def sidecar_path(log_path: Path) -> Path:
 
 def _json_line(table: str, row_number: int, row: np.void) -> str:
     """Strict JSON: NaN is null, infinities are strings."""
-    values = {name: _json_value(row[name].item()) for name in TABLES[table].column_names}
+    values = {name: _json_value(row[name].item()) for name in table_of(table).column_names}
     return json.dumps({"table": table, "row": row_number, **values}, allow_nan=False) + "\n"
 
 
@@ -307,7 +314,7 @@ def read_table(path: Path, table: str) -> np.ndarray:
         return rows
     first = lines[0]["row"]  # HDF5 may hold a torn copy of the rows from here on
     assert [record["row"] for record in lines] == list(range(first, first + len(lines))), f"{sidecar}: row numbers of /{table} are not consecutive"
-    kinds = {column.name: column.numpy.kind for column in TABLES[table].columns}
+    kinds = {column.name: column.numpy.kind for column in table_of(table).columns}
     records = [{name: _parsed(record[name], kind) for name, kind in kinds.items()} for record in lines]
     return np.concatenate([rows[:first], to_rows(table, records)])
 

@@ -25,6 +25,7 @@ from areal_hpc.rollout.engines.sampling import stream_key
 from areal_hpc.rollout.evaluate import EVALUATION_IDS, EvaluationInProgress, evaluation_requests
 from areal_hpc.rollout.groups import GroupInProgress
 from areal_hpc.rollout.leases import Dispatcher, Leases
+from areal_hpc.rollout.tape import NoTape
 from areal_hpc.topology import World
 from areal_hpc.transport.lanes import Outgoing
 from areal_hpc.transport.messages import Mailbox, Message, Tag
@@ -53,6 +54,8 @@ class RolloutWorker:
     tokenizer: Tokenizer
     mailbox: Mailbox
     phases: Phases
+    tape: NoTape = field(default_factory=NoTape)
+    """Where this rank writes down what it does; in a replay, what decides when it does it."""
     ticket_limit: int = 0
     limit_version: int = -1
     stopped: bool = False
@@ -111,6 +114,7 @@ class RolloutWorker:
             self.dispatcher.want(message.source, message.body)
         elif message.tag == Tag.LEASE:
             self.leases.receive(message.body)
+            self.tape.leased(message.body)
         elif message.tag == Tag.STOP:
             self.stopped = True
         else:
@@ -127,7 +131,7 @@ class RolloutWorker:
             assert self.receiver.staged is not None
             self.mailbox.post(self.trainer, Tag.CONFIRM, (self.receiver.staged.version, self.receiver.receive_s))
         staged = self.receiver.staged
-        if staged is None or staged.version <= self.engine.policy_version or self.evaluation is not None:
+        if staged is None or staged.version <= self.engine.policy_version or self.evaluation is not None or not self.tape.swap_due(staged.version):
             return
         with self.phases("swap"):
             paused_at = time.monotonic()
@@ -171,16 +175,22 @@ class RolloutWorker:
         for rank, grant in self.dispatcher.grants(self.ticket_limit, self.limit_version):
             if rank == dispatcher_rank:
                 self.leases.receive(grant)
+                self.tape.leased(grant)
             else:
                 self.mailbox.post(rank, Tag.LEASE, grant)
 
     def admit(self) -> None:
         """Hand leased tickets to the engine while it has a free slot and the outbox is not jammed."""
-        while not self.final and self._num_free_groups and len(self.outbox) <= MAX_OUTBOX:
+        while not self.final and self._num_free_groups and not self._jammed:
             ticket = self.leases.take(self.engine.policy_version)
             if ticket is None:
                 return
             self._admit(ticket)
+
+    @property
+    def _jammed(self) -> bool:
+        """Too many finished groups wait for room in the ring."""
+        return len(self.outbox) > MAX_OUTBOX and self.tape.bounded_outbox
 
     def _admit(self, ticket: int) -> None:
         index = self._tickets.problem_index(ticket)
@@ -208,7 +218,10 @@ class RolloutWorker:
 
     def decode_one_step(self) -> None:
         """One token for every running sequence; what finished goes to the reward service."""
-        if len(self.outbox) > MAX_OUTBOX and self.evaluation is None:  # training may be waiting for the evaluation before it empties the lane
+        if not self.tape.step_due():
+            self.phases.enter("gated")
+            return
+        if self._jammed and self.evaluation is None:  # training may be waiting for the evaluation before it empties the lane
             self.phases.enter("ring_full")
             time.sleep(IDLE_S)
             return

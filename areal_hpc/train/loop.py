@@ -20,6 +20,7 @@ from areal_hpc.train.collect import Arrival, Collector, exchange
 from areal_hpc.train.compose import Composer, Plan
 from areal_hpc.train.publish import Publisher
 from areal_hpc.train.record import Recorder
+from areal_hpc.train.tape import NoTape
 from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport.evaluation import Share, summarise
 from areal_hpc.transport.messages import Mailbox, Message, Tag
@@ -134,6 +135,8 @@ class TrainingRank:
     mailbox: Mailbox
     phases: Phases
     head: Head | None
+    tape: NoTape = field(default_factory=NoTape)
+    """Where this rank writes down what it trains; in a replay, what it is compared with."""
     tokens_trained: int = 0
     _progress_at: float = 0.0
     """When the last trajectory arrived, or training rank 0 was last heard."""
@@ -242,6 +245,7 @@ class TrainingRank:
 
 def training_loop(rank: TrainingRank, save: Callable[[int], None]) -> int:
     """Train `num_steps` batches, or fewer when a signal asks to stop; returns the steps done. `save` writes a checkpoint (collective)."""
+    rank.tape.weights(rank.trainer.policy_version, rank.trainer.named_shards())
     rank.publish(version=0)
     if rank.head is not None:
         rank.head.recorder.begin()
@@ -254,6 +258,8 @@ def training_loop(rank: TrainingRank, save: Callable[[int], None]) -> int:
         rank.phases.enter("train")
         stats = rank.trainer.train_batch(batch)
         rank.tokens_trained += sum(t.num_tokens for t in batch.trajectories)
+        rank.phases.enter("log")
+        rank.tape.step(step, batch, rank.trainer.named_shards())
         if rank.head is not None:
             rank.head.composer.ledger.advance()
         rank.publish(step)
