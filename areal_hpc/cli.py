@@ -1,4 +1,4 @@
-"""The command line: `areal-hpc run | report | eval | grade | export`. Heavy imports come after the arguments are understood.
+"""The command line: `areal-hpc run | replay | report | eval | grade | export`. Heavy imports come after the arguments are understood.
 
 Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 3 done, but the log is incomplete (a disk was full);
 75 stopped on a signal with a complete checkpoint; anything else a failure.
@@ -20,6 +20,8 @@ USAGE = """usage: areal-hpc COMMAND ...
   run RECIPE [--section.option value ...]   train; under srun or mpiexec be one rank, otherwise start the ranks here
                                             --print-config shows the result and stops, --config FILE.yaml overrides many options
                                             --run-dir RUN --resume goes on from the newest complete checkpoint of RUN
+  replay RUN [--level train|full]           do again what a run recorded (--log.record) and compare bit for bit: 0 equal, 1 different
+                                            --attempt K, --steps N, --grade-again, --force (another machine)
   report RUN                                tables, plots and saved answers of a run, in RUN/report
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
@@ -35,7 +37,7 @@ areal-hpc run RECIPE --help lists all options with their meaning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"run": run, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes}
+    commands = {"run": run, "replay": replay, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes}
     try:
         asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
         if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2)):
@@ -172,6 +174,13 @@ def _say_that_it_starts(attempt_dir: Path) -> None:
 
     with contextlib.suppress(OSError):
         StatusFile(attempt_dir, this_process(world_rank_hint(), phase="loading"))
+
+
+def replay(args: list[str]) -> int:
+    """Do again what a run recorded, and compare."""
+    from areal_hpc.replay import main as replay_main
+
+    return replay_main(args)
 
 
 def report(args: list[str]) -> int:

@@ -360,6 +360,13 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    record: Literal["none", "order", "tokens"] = "order"
+    """What `areal-hpc replay` will find. order: what happened when, and hashes: enough to generate and train again; tokens: what was trained as well, so that
+    training can be repeated alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     recipe: str = "laptop"
     """Name of the recipe this configuration came from."""
@@ -384,6 +391,7 @@ class Config:
     transport: Transport = field(default_factory=Transport)
     watchdog: Watchdog = field(default_factory=Watchdog)
     storage: Storage = field(default_factory=Storage)
+    log: Log = field(default_factory=Log)
 
     @property
     def groups_per_batch(self) -> int:

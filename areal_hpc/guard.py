@@ -46,6 +46,10 @@ EXIT_BYTES, FAILURE_BYTES = 4096, 16384
 """Reserved on the disk."""
 
 
+class Difference(Exception):  # noqa: N818 (not an error of the program)
+    """A replay found something that is not as recorded. The job ends with this one line, without a traceback, and status 1."""
+
+
 class AbortGuard:
     """Context manager around everything a rank does after MPI has started.
 
@@ -74,9 +78,10 @@ class AbortGuard:
 
     def _abort(self, error: BaseException) -> NoReturn:
         user_error = isinstance(error, ConfigError)
-        if self.watched and not user_error:
+        one_line = isinstance(error, (ConfigError, Difference))
+        if self.watched and not one_line:
             self._let_the_watchdog_speak()
-        text = str(error) if user_error else "".join(traceback.format_exception(error))
+        text = str(error) if one_line else "".join(traceback.format_exception(error))
         report = {
             "status": "failed",
             "exit_status": USER_ERROR if user_error else FAILED,
@@ -88,8 +93,8 @@ class AbortGuard:
             "ranks": self.table(),
         }
         first = claim(self.attempt_dir / "failure.json", report)
-        if user_error:
-            line = f"error: {error}" if first else ""
+        if one_line:
+            line = f"{'error' if user_error else 'different'}: {error}" if first else ""
         elif first:
             line = f"{self.name} failed first, the job ends:\n{text}"
         else:

@@ -33,6 +33,8 @@ from areal_hpc.observe.watchdog import Watchdog, announce
 from areal_hpc.reward.service import RewardService
 from areal_hpc.rollout.engines import create_engine
 from areal_hpc.rollout.leases import Dispatcher
+from areal_hpc.rollout.script import open_script as generation_script
+from areal_hpc.rollout.tape import open_recording as generation_tape
 from areal_hpc.rollout.worker import RolloutWorker
 from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
@@ -44,12 +46,15 @@ from areal_hpc.train.publish import Publisher
 from areal_hpc.train.record import Recorder
 from areal_hpc.train.saved import SavedAnswers
 from areal_hpc.train.saving import RankSaver, Saves
+from areal_hpc.train.script import open_script as training_script
+from areal_hpc.train.tape import open_recording as training_tape
 from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport import random_state
 from areal_hpc.transport.cut import Restart
 from areal_hpc.transport.evaluation import source_of
 from areal_hpc.transport.lanes import open_incoming, open_outgoing
 from areal_hpc.transport.messages import Mailbox
+from areal_hpc.transport.tape import Replay
 from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
 from areal_hpc.validate import model_folder
 
@@ -57,8 +62,8 @@ UNBOUNDED_HELD = 2**31
 """Groups a training rank may hold when the gate bounds them anyway."""
 
 
-def run_rank(config: Config, attempt: Attempt, ownership: Ownership | None = None) -> NoReturn:
-    """Be one rank of the job. `config` has passed `check`; ends the process. `ownership`: of the run folder, if this process holds it."""
+def run_rank(config: Config, attempt: Attempt, ownership: Ownership | None = None, replay: Replay | None = None) -> NoReturn:
+    """Be one rank of the job, or of its replay. `config` has passed `check`; ends the process. `ownership`: of the run folder, if this process holds it."""
     attempt_dir = attempt.folder
     rewards = RewardService.start()  # before MPI: a process started afterwards can upset the interconnect
     torch.set_num_threads(config.topology.threads_per_rank)
@@ -83,10 +88,10 @@ def run_rank(config: Config, attempt: Attempt, ownership: Ownership | None = Non
         status, summary = guard.DONE, dict[str, Any]()
         if world.role == "generation":
             rewards.configure(config.data, config.reward, environment=config.environment)
-            generate(config, world, connection, problems, model_dir, rewards, phases, stop, attempt, restart)
+            generate(config, world, connection, problems, model_dir, rewards, phases, stop, attempt, restart, replay)
         else:
             rewards.close()
-            status, summary = train(config, world, connection, problems, model_dir, attempt, phases, stop, restart)
+            status, summary = train(config, world, connection, problems, model_dir, attempt, phases, stop, restart, replay)
         rewards.close()
         world.barrier(config.transport.data_deadline_s + 2 * config.checkpoint.deadline_s, "end")
         status = world.control.bcast(status, root=world.training_ranks[0])
@@ -184,10 +189,12 @@ def generate(
     stop: StopFlag,
     attempt: Attempt,
     restart: Restart | None,
+    replay: Replay | None,
 ) -> None:
     """A generation rank: its engine starts empty and gets its first version by a push, as every other."""
     tokenizer = Tokenizer.from_folder(model_dir)
-    engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
+    tape = generation_script(replay, world, config.train.group_size) if replay else generation_tape(config, world, attempt.folder)
+    engine = tape.engine(create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device))
     lane = open_outgoing(config, world, attempt.number)
     shapes = ((name, tensor.shape) for name, tensor in engine.named_weights())
     manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
@@ -205,9 +212,12 @@ def generate(
         mailbox=Mailbox(world.control),
         phases=phases,
         stop=stop,
+        tape=tape,
         **(resumed_work(config, world, restart) if restart is not None else {}),
     )
+    tape.attach(worker)
     worker.run()
+    tape.close()
     phases.enter("stop")
     worker.mailbox.drain(config.transport.push_deadline_s)
     lane.close(config.transport.push_deadline_s)
@@ -223,6 +233,7 @@ def train(
     phases: Phases,
     stop: StopFlag,
     restart: Restart | None,
+    replay: Replay | None,
 ) -> tuple[int, dict]:
     """A training rank. Returns the exit status and, on training rank 0, the summary for exit.json."""
     decoder_config = hf.load_config(model_dir)
@@ -252,18 +263,21 @@ def train(
     if restart is not None:
         collector.put_back(restart.cut.finished_of(world.role_rank, world.num_training))
         restore_random_state(restart, world)
-    rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, saver, head, stop)
+    tape = training_script(replay, world) if replay else training_tape(config, world, trainer, attempt.folder)
+    rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, saver, head, stop, tape)
+    tape.attach(rank)
     steps = training_loop(rank)
     finished = steps == config.train.num_steps
-    if finished:
+    if finished and tape.keeps_results:
         with phases("save"):
             save_model(run_dir / "model", trainer, decoder_config, tokenizer_files)
-    summary = end_run(rank, finished=finished)
+    summary = end_run(rank, finished=finished) | tape.summary(rank)
+    tape.close()
     phases.enter("stop")
     lanes.close(config.transport.push_deadline_s)
     status = guard.DONE
     if head is not None:
-        if not finished:
+        if not finished and tape.keeps_results:
             newest = head.saves.newest
             status = guard.FAILED if newest is None else guard.REQUEUE
             kept = "no checkpoint could be written" if newest is None else f"complete checkpoint of step {newest}"

@@ -124,18 +124,19 @@ def lane_owner(generation_rank: int, num_training: int) -> int:
     return generation_rank % num_training
 
 
-def join(config: Config) -> World:
-    """Initialise MPI and split the world. Collective. Raises ConfigError for an impossible layout, on every rank alike."""
+def join(config: Config, *, training_only: bool = False) -> World:
+    """Initialise MPI and split the world. Collective. Raises ConfigError for an impossible layout, on every rank alike. `training_only`: nobody generates."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
     _check_size(comm.size)
-    check_layout(config, comm.size)
+    if not training_only:
+        check_layout(config, comm.size)
     node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
     leader: int = node_comm.bcast(comm.rank)  # a node is named by its lowest world rank
     places: list[tuple[int, str]] = comm.allgather((leader, socket.gethostname()))
     node_of_rank, hosts = number_nodes(places)
-    roles = assign_roles(node_of_rank, config.topology.generation_fraction)
+    roles: list[Role] = ["training"] * comm.size if training_only else assign_roles(node_of_rank, config.topology.generation_fraction)
     role = roles[comm.rank]
     role_comm = comm.Split(0 if role == "generation" else 1, comm.rank)
     forward = comm.Dup()

@@ -42,7 +42,7 @@ class Attempt:
     """Where an attempt writes, and what it goes on from."""
 
     folder: Path
-    """RUN/attempt-K."""
+    """RUN/attempt-K; that of a replay is called attempt-K-LEVEL-N."""
     checkpoint: Path | None = None
     notes: list[str] = field(default_factory=list)
     """For people: which checkpoint, which were passed over and why."""
@@ -50,7 +50,7 @@ class Attempt:
     @property
     def number(self) -> int:
         """K."""
-        return int(self.folder.name.removeprefix("attempt-"))
+        return int(self.folder.name.split("-")[1])
 
     def environment(self) -> dict[str, str]:
         """How ranks that are started for it hear of it."""

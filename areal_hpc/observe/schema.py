@@ -1,4 +1,4 @@
-"""The tables of `log.h5`: columns, units, definitions. The one place that fixes the file format.
+"""The tables of `log.h5` and of the tapes `tape-RRRR.h5`: columns, units, definitions. The one place that fixes the file formats.
 
 1. A `Table` is a tuple of `Column`s; its numpy compound dtype is what HDF5 stores (fixed width only: variable-length types break under SWMR).
 2. `to_rows` turns one dict, a list of dicts or a structured array into rows of that dtype and refuses what would lose something:
@@ -31,6 +31,8 @@ PHASES_OF_ROLE = {"generation": GENERATION_PHASES, "training": TRAINING_PHASES}
 LANE_WAYS = ("shared memory", "forwarded")
 OUTCOMES = ("trained", "dropped", "failed", "masked", "filtered")
 STATUSES = tuple(status.name.lower() for status in Status)
+CALLS = ("add", "finish", "swap", "abort", "lease")
+"""Names of the numbers in /calls."""
 
 Rows = np.ndarray | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What `append` takes: a structured array, one row as a dict, or a list of such dicts."""
@@ -335,14 +337,112 @@ def _small_tables() -> tuple[Table, ...]:
     )
 
 
+def _generation_tape() -> tuple[Table, ...]:
+    c = Column
+    return (
+        Table(
+            "calls",
+            "one row for each thing that happened to the engine of this rank, in order",
+            1024,
+            (
+                c("step", "<i8", "1", "engine steps begun before it; an answer finished within the last of them"),
+                c("kind", "u1", "1", "what happened: requests added, an answer finished, weights swapped, requests aborted, tickets leased", CALLS),
+                c(
+                    "number",
+                    "<i8",
+                    "1",
+                    "add, finish: (first) request, ticket * n + sample (evaluations: 2^60 + problem * k + sample); swap: version; lease: first ticket; abort: 0",
+                ),
+                c("count", "<i4", "1", "add, abort: requests; finish: tokens; lease: tickets; swap: 0"),
+                c("version", "<i4", "version", "policy version in use (of a lease: the version that its tickets may start under)"),
+                c(
+                    "digest",
+                    "<u8",
+                    "1",
+                    "BLAKE2b, 64 bits. add: prompt and tokens begun; finish: tokens, log-probabilities, versions; abort: request numbers; else 0",
+                ),
+            ),
+        ),
+    )
+
+
+def _training_tape() -> tuple[Table, ...]:
+    """In the order in which they are written: a step whose checksums are there is there as a whole."""
+    c = Column
+    return (
+        Table(
+            "prompt_tokens",
+            "prompts of the trajectories of /batches, back to back (log.record tokens)",
+            4096,
+            (c("token", "<i4", "1", "token"),),
+        ),
+        Table(
+            "answer_tokens",
+            "answers of the trajectories of /batches, back to back (log.record tokens)",
+            4096,
+            (
+                c("token", "<i4", "1", "token"),
+                c("logprob", "<f4", "nat", "its log-probability under the policy that sampled it"),
+                c("version", "<i4", "version", "policy version that sampled it"),
+                c("sampled", "u1", "1", "1: sampled by the model, 0: put there by an environment"),
+            ),
+        ),
+        Table(
+            "batches",
+            "one row per trajectory that this rank trained, in order",
+            1024,
+            (
+                c("step", "<i4", "1", "training step"),
+                c("ticket", "<i8", "1", "number of its group"),
+                c("sample", "<i4", "1", "number within the group"),
+                c("minibatch", "<i4", "1", "mini-batch"),
+                c("microbatch", "<i4", "1", "micro-batch of the mini-batch"),
+                c("advantage", "<f8", "1", "advantage"),
+                c("weight", "<f4", "1", "factor of its loss; 0: masked"),
+                c("reward", "<f4", "1", "reward as graded; not a number when not graded"),
+                c("status", "u1", "1", "verdict", STATUSES),
+                c("num_prompt", "<i4", "token", "length of the prompt"),
+                c("num_answer", "<i4", "token", "length of the answer"),
+                c("digest", "<u8", "1", "BLAKE2b, 64 bits, over prompt, tokens, log-probabilities, versions, reward and verdict"),
+            ),
+        ),
+        Table(
+            "minibatches",
+            "one row per mini-batch",
+            256,
+            (
+                c("step", "<i4", "1", "training step"),
+                c("minibatch", "<i4", "1", "mini-batch"),
+                c("num_microbatches", "<i4", "1", "micro-batches on every rank"),
+                c("trained_tokens", "<i8", "token", "answer tokens that count, over all ranks"),
+                c("denominator", "<i8", "1", "what the summed loss is divided by"),
+            ),
+        ),
+        Table(
+            "tensors",
+            "checksums of this rank's rows of every parameter: before the first step and after each",
+            1024,
+            (
+                c("step", "<i4", "1", "training step; 0: the weights that training began with"),
+                c("tensor", "<i4", "1", "number of the parameter: line of the attribute `tensors`, from 0"),
+                c("crc32c", "<u4", "1", "CRC32C of the float32 values"),
+            ),
+        ),
+    )
+
+
 TABLES = {table.name: table for table in (_steps(), _trajectories(), *_small_tables())}
+"""Those of `log.h5`."""
+GENERATION_TAPE = {table.name: table for table in _generation_tape()}
+TRAINING_TAPE = {table.name: table for table in _training_tape()}
+ALL_TABLES = TABLES | GENERATION_TAPE | TRAINING_TAPE
 
 
 def table_of(name: str) -> Table:
     """Raises ValueError with the tables that exist."""
-    if name not in TABLES:
-        raise ValueError(f"no table '{name}'; tables: {', '.join(TABLES)}")
-    return TABLES[name]
+    if name not in ALL_TABLES:
+        raise ValueError(f"no table '{name}'; tables: {', '.join(ALL_TABLES)}")
+    return ALL_TABLES[name]
 
 
 def to_rows(name: str, rows: Rows) -> np.ndarray:
@@ -423,7 +523,9 @@ def _exact(table: Table, column: Column, values: Any) -> np.ndarray:
 def listing() -> str:
     """All tables as Markdown."""
     lines = [f"Schema version {SCHEMA_VERSION}."]
-    for table in TABLES.values():
+    for table in ALL_TABLES.values():
+        if table.name == "calls":
+            lines += ["", "## Tapes", "", "Generation ranks write `/calls`, training ranks the other tables; what they are for: [replay.md](replay.md)."]
         lines += ["", f"### `/{table.name}`: {table.definition}", "", "| column | type | unit | definition |", "| --- | --- | --- | --- |"]
         for column in table.columns:
             unit_and_definition = column.text.removeprefix(f"[{column.unit}] ").replace("|", "\\|")

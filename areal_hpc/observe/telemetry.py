@@ -24,7 +24,7 @@ import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,7 +32,7 @@ import h5py
 import numpy as np
 
 from areal_hpc import __version__
-from areal_hpc.observe.schema import SCHEMA_VERSION, TABLES, Rows, Table, to_rows
+from areal_hpc.observe.schema import ALL_TABLES, SCHEMA_VERSION, TABLES, Rows, Table, table_of, to_rows
 
 Attribute = str | int | float
 MAX_HELD_BYTES = 64 << 20
@@ -57,13 +57,13 @@ class AnyLog(ABC):
     Trap: `append` flushes only when a second has passed since the last flush; rows of a long quiet time wait for `flush`.
     """
 
-    def __init__(self, clock: Callable[[], float], flush_interval_s: float) -> None:
+    def __init__(self, clock: Callable[[], float], flush_interval_s: float, tables: Iterable[str] = TABLES) -> None:
         self.degraded = False
         """A write failed: rows go to the text file beside the log."""
         self._clock = clock
         self._flush_interval_s = flush_interval_s
         self._last_flush_s = clock()
-        self._pending: dict[str, list[np.ndarray]] = {name: [] for name in TABLES}
+        self._pending: dict[str, list[np.ndarray]] = {name: [] for name in tables}
         self._closed = False
 
     @property
@@ -149,10 +149,11 @@ class Log(AnyLog):
         attributes: Mapping[str, Attribute],
         clock: Callable[[], float] = time.monotonic,
         flush_interval_s: float = 1.0,
+        tables: Mapping[str, Table] = TABLES,
         fallback: Path | None = None,
         retry_s: float = 30.0,
     ) -> Self:
-        """New file at `path` with `attributes` at its root beside the standard ones. Raises FileExistsError when there is one already.
+        """New file at `path` with these tables, and `attributes` at its root beside the standard ones. Raises FileExistsError when there is one already.
 
         `fallback`: folder for the text of a degraded log that does not fit beside `path`; `retry_s`: between two attempts to recover.
         """
@@ -161,7 +162,7 @@ class Log(AnyLog):
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # appears under its name only when readers can open it
         attributes = _with_standard(attributes, clock)
         file = h5py.File(unfinished, "x", libver=("v110", "v110"), locking=False)
-        _fill(file, attributes, {})
+        _fill(file, attributes, {name: np.zeros(0, table.dtype) for name, table in tables.items()})
         try:
             os.link(unfinished, path)  # fails where another writer was faster
         finally:
@@ -178,12 +179,12 @@ class Log(AnyLog):
         fallback: Path | None,
         retry_s: float,
     ) -> None:
-        super().__init__(clock, flush_interval_s)
+        self._data = {name: file[name] for name in ALL_TABLES if name in file}
+        super().__init__(clock, flush_interval_s, self._data)
         self.path = path
         self.num_recoveries = 0
         self._file, self._attributes = file, dict(attributes)
-        self._data = {name: file[name] for name in TABLES}
-        self._num_rows = dict.fromkeys(TABLES, 0)  # rows that are safe: flushed to the file or to a text file
+        self._num_rows = dict.fromkeys(self._data, 0)  # rows that are safe: flushed to the file or to a text file
         self._fallback, self._retry_s, self._retry_at_s = fallback, retry_s, 0.0
         self._in_text = 0  # rows in text files
         self._not_saved: list[str] = []  # lines that no text file took; kept for the next try
@@ -275,7 +276,7 @@ class Log(AnyLog):
                 return
             lines = [line for path in texts for line in _whole_lines(path)] + self._not_saved
             with open_log(self.path) as old:
-                tables = {name: _joined(name, old[name][:], lines) for name in TABLES}
+                tables = {name: _joined(name, old[name][:], lines) for name in self._data}
             file = h5py.File(unfinished, "w", libver=("v110", "v110"), locking=False)
             _fill(file, self._attributes | {"recoveries": self.num_recoveries + 1}, tables)
             unfinished.replace(self.path)
@@ -294,7 +295,7 @@ class Log(AnyLog):
         self.degraded, self._in_text = False, 0
         self.num_recoveries += 1
         self._forget_held()
-        self._file, self._data = file, {name: file[name] for name in TABLES}
+        self._file, self._data = file, {name: file[name] for name in tables}
         self._num_rows = {name: len(rows) for name, rows in tables.items()}
 
     def rows(self, table: str) -> np.ndarray:
@@ -335,12 +336,12 @@ def _append(path: Path, data: bytes) -> bool:
 
 
 def _fill(file: h5py.File, attributes: Mapping[str, Attribute], rows: Mapping[str, np.ndarray]) -> None:
-    """Attributes, tables and the rows there are; then SWMR, and all of it on disk."""
+    """Attributes, and the tables that `rows` names with what they begin with; then SWMR, and all of it on disk."""
     for name, value in attributes.items():
         file.attrs[name] = _fixed(value)
-    for table in TABLES.values():
-        data = _create_table(file, table)
-        if len(found := rows.get(table.name, ())):
+    for name, found in rows.items():
+        data = _create_table(file, table_of(name))
+        if len(found):
             data.resize((len(found),))
             data[:] = found
     file.swmr_mode = True
@@ -400,7 +401,7 @@ def sidecar_path(log_path: Path, num_recoveries: int = 0) -> Path:
 
 def _json_line(table: str, row_number: int, row: np.void) -> str:
     """Strict JSON: NaN is null, infinities are strings."""
-    values = {name: _json_value(row[name].item()) for name in TABLES[table].column_names}
+    values = {name: _json_value(row[name].item()) for name in table_of(table).column_names}
     return json.dumps({"table": table, "row": row_number, **values}, allow_nan=False) + "\n"
 
 
@@ -453,7 +454,7 @@ def _joined(table: str, rows: np.ndarray, lines: Sequence[str]) -> np.ndarray:
     first = numbers[0]  # HDF5 may hold a torn copy of the rows from here on
     if numbers[-1] - first + 1 != len(numbers) or first > len(rows):
         warnings.warn(f"{numbers[-1] + 1 - len(numbers) - min(first, len(rows))} rows of /{table} are missing in the text of the degraded log", stacklevel=3)
-    kinds = {column.name: column.numpy.kind for column in TABLES[table].columns}
+    kinds = {column.name: column.numpy.kind for column in table_of(table).columns}
     records = [{name: _parsed(of_number[number][name], kind) for name, kind in kinds.items()} for number in numbers]
     return np.concatenate([rows[:first], to_rows(table, records)])
 

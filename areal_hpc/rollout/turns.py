@@ -79,7 +79,7 @@ class Turns:
         self, environment: Environment, engine: Engine, rewards: RewardService, tokenizer: Tokenizer, prompts: Prompts, *, in_order: bool = False
     ) -> None:
         self._max_turns = environment.max_turns if environment.name else 1
-        self._engine, self._rewards, self._tokenizer, self._prompts, self._in_order = engine, rewards, tokenizer, prompts, in_order
+        self._engine, self.rewards, self._tokenizer, self._prompts, self._in_order = engine, rewards, tokenizer, prompts, in_order
         self._open: dict[int, _Open] = {}
         self._away: set[int] = set()
         self._held: list[Reply] = []
@@ -154,13 +154,13 @@ class Turns:
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Answer, Verdict]]:
         """Complete answers with their verdicts; samples with a reply go back to the engine. Waits at most `timeout_s` for either."""
         graded = []
-        for verdict in self._rewards.wait(timeout_s) if timeout_s else self._rewards.poll():
+        for verdict in self.rewards.wait(timeout_s) if timeout_s else self.rewards.poll():
             self._away.discard(verdict.job_id)
             state = self._open.pop(verdict.job_id, None)
             if state is not None:  # not dropped meanwhile
                 assert state.answer is not None
                 graded.append((state.answer, verdict))
-        self._held += self._rewards.take_replies()
+        self._held += self.rewards.take_replies()
         self._away -= {reply.job_id for reply in self._held}
         if not self.must_wait:
             replies, self._held = sorted(self._held, key=lambda reply: reply.job_id), []
@@ -194,11 +194,11 @@ class Turns:
             self._grade(request_id, state)
             return
         self._away.add(request_id)
-        self._rewards.submit(request_id, state.problem, state.answer.graded_text, split=state.split, turns=state.answer.turns)
+        self.rewards.submit(request_id, state.problem, state.answer.graded_text, split=state.split, turns=state.answer.turns)
 
     def _grade(self, request_id: int, state: _Open) -> None:
         assert state.answer is not None
-        self._rewards.submit(request_id, state.problem, state.answer.graded_text, truncated=state.answer.truncated, split=state.split)
+        self.rewards.submit(request_id, state.problem, state.answer.graded_text, truncated=state.answer.truncated, split=state.split)
 
     def _resume(self, reply: Reply) -> None:
         """The answer goes on behind the environment's text, or ends with as much of it as fits."""

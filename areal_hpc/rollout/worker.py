@@ -25,6 +25,7 @@ from areal_hpc.rollout.evaluate import EVALUATION_IDS, EvaluationInProgress, eva
 from areal_hpc.rollout.groups import GroupInProgress, training_request
 from areal_hpc.rollout.leases import Dispatcher, Leases
 from areal_hpc.rollout.snapshot import Snapshots, take_up
+from areal_hpc.rollout.tape import NoTape
 from areal_hpc.rollout.turns import Answer, Turns
 from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
@@ -57,6 +58,8 @@ class RolloutWorker:
     mailbox: Mailbox
     phases: Phases
     stop: StopFlag
+    tape: NoTape = field(default_factory=NoTape)
+    """Where this rank writes down what it does; in a replay, what decides when it does it."""
     ticket_limit: int = 0
     limit_version: int = -1
     stopped: bool = False
@@ -123,6 +126,7 @@ class RolloutWorker:
             self.dispatcher.want(message.source, message.body)
         elif message.tag == Tag.LEASE:
             self.leases.receive(message.body)
+            self.tape.leased(message.body)
         elif message.tag == Tag.SNAPSHOT:
             self.snapshots.take(self, *message.body)
         elif message.tag == Tag.STOP:
@@ -141,7 +145,7 @@ class RolloutWorker:
             assert self.receiver.staged is not None
             self.mailbox.post(self.trainer, Tag.CONFIRM, (self.receiver.staged.version, self.receiver.receive_s))
         staged = self.receiver.staged
-        if staged is None or staged.version <= self.engine.policy_version or self.evaluation is not None:
+        if staged is None or staged.version <= self.engine.policy_version or self.evaluation is not None or not self.tape.swap_due(staged.version):
             return
         with self.phases("swap"):
             paused_at = time.monotonic()
@@ -194,16 +198,22 @@ class RolloutWorker:
         for rank, grant in self.dispatcher.grants(self.ticket_limit, self.limit_version):
             if rank == dispatcher_rank:
                 self.leases.receive(grant)
+                self.tape.leased(grant)
             else:
                 self.mailbox.post(rank, Tag.LEASE, grant)
 
     def admit(self) -> None:
         """Hand leased tickets to the engine while it has a free slot and the outbox is not jammed."""
-        while not self.final and not self.turns.must_wait and self._num_free_groups and len(self.outbox) <= MAX_OUTBOX:
+        while not self.final and not self.turns.must_wait and self._num_free_groups and not self._jammed:
             ticket = self.leases.take(self.engine.policy_version)
             if ticket is None:
                 return
             self._admit(ticket)
+
+    @property
+    def _jammed(self) -> bool:
+        """Too many finished groups wait for room in the ring."""
+        return len(self.outbox) > MAX_OUTBOX and self.tape.bounded_outbox
 
     def _admit(self, ticket: int) -> None:
         index = self._tickets.problem_index(ticket)
@@ -219,7 +229,10 @@ class RolloutWorker:
 
     def decode_one_step(self) -> None:
         """One token for every running sequence; a turn that ended goes to the reward service."""
-        if len(self.outbox) > MAX_OUTBOX and self.evaluation is None:  # training may be waiting for the evaluation before it empties the lane
+        if not self.tape.step_due():
+            self.phases.enter("gated", "the next call of the tape")
+            return
+        if self._jammed and self.evaluation is None:  # training may be waiting for the evaluation before it empties the lane
             self.phases.enter("ring_full", "room in its lane")
             time.sleep(IDLE_S)
             return

@@ -24,6 +24,7 @@ from areal_hpc.train.compose import Composer, Plan
 from areal_hpc.train.publish import Publisher
 from areal_hpc.train.record import Recorder
 from areal_hpc.train.saving import RankSaver, Saves
+from areal_hpc.train.tape import NoTape
 from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport.evaluation import Share, summarise
 from areal_hpc.transport.messages import Mailbox, Message, Tag
@@ -61,6 +62,8 @@ class Head:
     """What meta.json tells of the data and the configuration; the same in every checkpoint of an attempt."""
     heldout_sources: Sequence[str] = ()
     """Source of each held-out problem."""
+    replayed_steps: int | None = None
+    """A replay ends after these, without a checkpoint."""
     groups: list[Arrival] = field(default_factory=list)
     """Groups of the batch that is being trained."""
     rejected: list[tuple[Arrival, str]] = field(default_factory=list)
@@ -74,7 +77,11 @@ class Head:
     @property
     def stop_reason(self) -> str:
         """Why the run is to stop after this step: the signal, and the rank that got it if it was another one. Empty: it is not."""
-        return self.stop.signal_name or self._stop_asked_by
+        return self.stop.signal_name or self._stop_asked_by or ("a replay ends here" if self._is_replayed else "")
+
+    @property
+    def _is_replayed(self) -> bool:
+        return self.replayed_steps is not None and self.composer.ledger.policy_version >= self.replayed_steps
 
     def pump(self) -> None:
         """Act on all messages that are here. Never blocks."""
@@ -140,6 +147,8 @@ class Head:
     def decide(self) -> Decision | None:
         """What all training ranks do next; None while it cannot be said: no batch can be composed, or a checkpoint has to be complete before the run stops."""
         version = self.composer.ledger.policy_version
+        if self._is_replayed:
+            return Decision(None, [], save=False)
         if self.stop_reason:
             if self.saves.busy and not self.saves.overdue:
                 return None
@@ -180,6 +189,8 @@ class TrainingRank:
     saver: RankSaver
     head: Head | None
     stop: StopFlag
+    tape: NoTape = field(default_factory=NoTape)
+    """Where this rank writes down what it trains; in a replay, what it is compared with."""
     tokens_trained: int = 0
     _progress_at: float = 0.0
     """When the last trajectory arrived, or training rank 0 was last heard."""
@@ -347,6 +358,7 @@ class TrainingRank:
 def training_loop(rank: TrainingRank) -> int:
     """Train until `num_steps` batches are done, in this attempt and those before, or a signal asks to stop; returns the steps done."""
     first_version = rank.trainer.policy_version
+    rank.tape.weights(first_version, rank.trainer.named_shards())
     rank.publish(first_version)
     if rank.head is not None:
         rank.head.recorder.begin()
@@ -364,6 +376,8 @@ def training_loop(rank: TrainingRank) -> int:
         rank.phases.enter("train")
         stats = rank.trainer.train_batch(batch)
         rank.tokens_trained += sum(t.num_tokens for t in batch.trajectories)
+        rank.phases.enter("log")
+        rank.tape.step(step, batch, rank.trainer.named_shards())
         if rank.head is not None:
             rank.head.composer.ledger.advance()
             rank.head.composer.check_books()

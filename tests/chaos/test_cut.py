@@ -30,7 +30,7 @@ LANE_BYTES = 1 << 13  # a few groups: lanes are often full
 def trajectory(ticket: int, sample: int, tokens: list[int], version: int) -> Trajectory:
     tokens_R = np.array(tokens, np.int32)
     logprobs_R, versions_R = -tokens_R.astype(np.float32) / 7, np.full(len(tokens), version, np.int32)
-    return Trajectory(ticket, sample, np.array([ticket, 1], np.int32), tokens_R, logprobs_R, versions_R, 5.0, Status.RIGHT)
+    return Trajectory(ticket, sample, np.array([ticket, 1], np.int32), tokens_R, logprobs_R, versions_R, np.ones(len(tokens_R), bool), 5.0, Status.RIGHT)
 
 
 def finished_group(ticket: int, version: int) -> Group:
