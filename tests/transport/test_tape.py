@@ -45,6 +45,7 @@ def trajectory(rng: np.random.Generator, ticket: int, sample: int) -> Trajectory
         tokens_R=rng.integers(0, 99, answer, dtype=np.int32),
         logprobs_R=rng.normal(size=answer).astype(np.float32),
         versions_R=np.sort(rng.integers(0, 5, answer, dtype=np.int32)),
+        loss_mask_R=rng.random(answer) < 0.8,
         reward=float("nan") if status > 3 else 5.0,
         status=status,
     )
@@ -85,7 +86,7 @@ def test_batches_are_read_back(sizes: list[int], seed: int, tmp_path_factory: py
         assert batch_rows(step, found).tobytes() == batch_rows(step, batch).tobytes() == tape.at_step("batches", step).tobytes()
         assert minibatch_rows(step, found).tolist() == minibatch_rows(step, batch).tolist()
         for ours, recorded in zip(batch.trajectories, found.trajectories, strict=True):
-            for name in ("prompt_P", "tokens_R", "logprobs_R", "versions_R"):
+            for name in ("prompt_P", "tokens_R", "logprobs_R", "versions_R", "loss_mask_R"):
                 np.testing.assert_array_equal(getattr(ours, name), getattr(recorded, name), strict=True)
         assert tape.at_step("tensors", step)["crc32c"].tolist() == list(checksums(shards(step)))
 
@@ -95,7 +96,7 @@ def test_batches_are_read_back(sizes: list[int], seed: int, tmp_path_factory: py
 def test_digest_sees_every_bit_of_every_column(seed: int, bit: int) -> None:
     rng = np.random.default_rng(seed)
     first = trajectory(rng, 1, 2)
-    for name in ("prompt_P", "tokens_R", "logprobs_R", "versions_R"):
+    for name in ("prompt_P", "tokens_R", "logprobs_R", "versions_R", "loss_mask_R"):
         changed = getattr(first, name).copy()
         raw = changed.view(np.uint8)
         raw[bit // 8 % len(raw)] ^= 1 << bit % 8
