@@ -71,8 +71,7 @@ def kill_somebody(rng: random.Random, process: subprocess.Popen[str], run_dir: P
         time.sleep(0.05)
     time.sleep(rng.uniform(0, within_s))
     ranks = jobs.ranks_of(run_dir, attempt)
-    if ranks:
-        os.kill(rng.choice(list(ranks.values())), signal.SIGKILL)
+    os.kill(rng.choice(list(ranks.values())), signal.SIGKILL)
     killed_at = time.monotonic()
     job = jobs.finish(process, run_dir, attempt)
     assert job.status not in (0, 2, 75), job.stdout + job.stderr
@@ -92,7 +91,7 @@ def kill_and_resume(config: Config, run_dir: Path, num_kills: int, seed: int, wi
         del os.environ["AREAL_HPC_SLOW_SAVE_S"]
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(chaos: Config, tmp_path: Path, num_kills: int) -> None:
     """kill -9 of random ranks, checkpoints, pushes and ring commits under way: no ticket is trained twice or lost, and `dropless` keeps its bound."""
     config = jobs.with_ranks(replace(chaos, staleness=Staleness(max_staleness=2, mode="dropless"), checkpoint=Checkpoint(every=3)), 4, 0.5)
