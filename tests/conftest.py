@@ -18,8 +18,8 @@ os.environ["AREAL_HPC_TEST_SESSION"] = str(os.getpid())  # inherited by every pr
 import hypothesis
 import pytest
 
-# `make test` decides whether a change lands: the same examples every time. `make test-all` looks for new ones.
-hypothesis.settings.register_profile("fixed", derandomize=True)
+# `make test` decides whether a change lands: the same examples every time, and a busy machine is no failure. `make test-all` looks for new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("AREAL_HPC_HYPOTHESIS", "fixed"))
 
 TESTS = Path(__file__).parent

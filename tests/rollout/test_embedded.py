@@ -194,7 +194,7 @@ def test_aborted_requests_vanish_and_disturb_no_one() -> None:
 
 
 def test_answers_begun_elsewhere_go_on_as_if_never_interrupted() -> None:
-    """Half-finished answers of one engine continue in another, beside fresh ones: same tokens, log-probabilities and stamps, whatever was already there."""
+    """Half-finished answers of one engine continue in another: same tokens, log-probabilities and stamps."""
     groups = [group(ticket, 4, prompt_length=3 + 5 * ticket) for ticket in range(3)]
     first = make_engine(slots=6)
     for requests in groups:
@@ -216,6 +216,25 @@ def test_answers_begun_elsewhere_go_on_as_if_never_interrupted() -> None:
         assert np.array_equal(completion.tokens_R, expected[request_id].tokens_R)
         assert np.array_equal(completion.versions_R, expected[request_id].versions_R)
         assert np.array_equal(completion.logprobs_R[:2], saved[request_id].logprobs_R)
+        np.testing.assert_allclose(completion.logprobs_R, expected[request_id].logprobs_R, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [2, 3, 8])
+def test_a_group_may_be_begun_in_part(slots: int) -> None:
+    """With few slots the prompt's cache is kept for the fresh samples of the group that wait, whether or not one that was begun stands between them."""
+    requests = group(3, 5)
+    whole, half = make_engine(slots=8), make_engine(slots=8)
+    whole.add(requests)
+    half.add(requests)
+    for _ in range(9):
+        half.step()
+    begun = half.running()
+    engine = make_engine(slots=slots)
+    engine.add([dataclasses.replace(request, begun=begun[request.request_id]) if number % 2 else request for number, request in enumerate(requests)])
+    finished, expected = run(engine), run(whole)
+    assert finished.keys() == expected.keys()
+    for request_id, completion in finished.items():
+        assert np.array_equal(completion.tokens_R, expected[request_id].tokens_R)
         np.testing.assert_allclose(completion.logprobs_R, expected[request_id].logprobs_R, atol=1e-5)
 
 

@@ -89,7 +89,7 @@ class Engine(Protocol):
         ...
 
     def first_version(self, request_id: int) -> int | None:
-        """Policy version of the first token of a running request; None while it waits."""
+        """Policy version of the first token of a request that the engine holds; None while it has none."""
         ...
 
     def abort(self, request_ids: Iterable[int]) -> None:
