@@ -18,6 +18,8 @@ class Dispatcher:
     """Generation rank 0's counter of tickets and the queue of ranks that want some."""
 
     next_ticket: int = 0
+    num_ranks: int = 1
+    """Generation ranks: a block is at most this fraction of what the gate leaves, or those who ask first would take all of it and the others stand still."""
     _wants: deque[tuple[int, int]] = field(default_factory=deque)
 
     def want(self, rank: int, count: int) -> None:
@@ -27,9 +29,10 @@ class Dispatcher:
     def grants(self, ticket_limit: int, version: int) -> list[tuple[int, Grant]]:
         """(rank, grant) for everybody that can be served now, first come first served; a block may be cut short by the limit."""
         granted = []
+        share = max(1, -(-(ticket_limit - self.next_ticket) // self.num_ranks))
         while self._wants and self.next_ticket < ticket_limit:
             rank, count = self._wants.popleft()
-            stop = min(self.next_ticket + count, ticket_limit)
+            stop = min(self.next_ticket + min(count, share), ticket_limit)
             granted.append((rank, (list(range(self.next_ticket, stop)), version)))
             self.next_ticket = stop
         return granted

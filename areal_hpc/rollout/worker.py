@@ -64,7 +64,7 @@ class RolloutWorker:
     groups: dict[int, GroupInProgress] = field(default_factory=dict)
     outbox: deque[Group] = field(default_factory=deque)
     leases: Leases = field(init=False)
-    dispatcher: Dispatcher = field(default_factory=Dispatcher)
+    dispatcher: Dispatcher = field(init=False)
     _tickets: Tickets = field(init=False)
     _prompts: Prompts = field(init=False)
     _unreported: list[int] = field(default_factory=list)
@@ -73,6 +73,7 @@ class RolloutWorker:
 
     def __post_init__(self) -> None:
         self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0)
+        self.dispatcher = Dispatcher(num_ranks=self.world.num_generation)
         self._tickets = Tickets(len(self.problems.train), self.config.seed)
         self._prompts = Prompts(self.config.data, self.tokenizer)
 
