@@ -6,7 +6,8 @@
                  such that the simulated run spends as many decode seconds per token as the log       /ranks, /timeline
     training     least squares over the steps: train_s = step_s + token_s * tokens / T; what the step
                  took besides (collecting, packing, the log) is added to step_s, as its median      /steps
-    push, swap   medians; the KV cache recomputed at a swap is part of the pause that is logged       /pushes
+    push         median transfer                                                               /pushes
+    swap         seconds in that phase per generation rank and version, KV cache recomputed included  /timeline
     grading      mean over the groups of their slowest answer                                  /trajectories
 
 Coefficients are zero or more. Evaluations are left out: a held-out setting is predicted without them.
@@ -110,7 +111,7 @@ def fit(run_dir: Path) -> Fitted:
         per_sequence_s=per_sequence_s,
         token_s=token_s,
         step_s=step_s + max(0.0, other_s),
-        push=PushCost(transfer_s=float(np.median(pushes["transfer_s"])), swap_s=float(np.median(pushes["pause_max_s"]))),
+        push=PushCost(transfer_s=float(np.median(pushes["transfer_s"])), swap_s=_swap_s(run)),
         reward_s=reward_s,
         groups=groups,
         tokens_per_s=float(steps["tokens"].sum() / steps["wall_s"].sum()),
@@ -173,6 +174,14 @@ def _decoding(run: Run, ranks: np.ndarray) -> tuple[float, float, float]:
     if base_s == per_sequence_s == 0:
         per_sequence_s = total_s / total_tokens
     return base_s, per_sequence_s, total_s / total_tokens
+
+
+def _swap_s(run: Run) -> float:
+    """Mean over the generation ranks and versions. (`pause_max_s` of /pushes is zero where the push was logged before the last rank had swapped.)"""
+    swap = PHASES.index("swap")
+    timeline = run.timelines[-1][run.timelines[-1]["role"] == ROLES.index("generation")]
+    by_rank = phase_seconds(timeline, -np.inf, np.inf)
+    return float(np.mean([seconds[swap] for seconds in by_rank.values()])) / max(1, len(run.pushes)) if by_rank else 0.0
 
 
 def _groups(trajectories: np.ndarray) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], float]:

@@ -153,7 +153,11 @@ def logged(run_dir: Path, config: Config, job: Job) -> None:
         wall_s, before = step.end_s - before, step.end_s
         given = {"step": step.step, "wall_s": wall_s, "tokens": step.tokens, "generation_wait_s": step.wait_s, "train_s": step.train_s}
         log.append("steps", row("steps", staleness_mean=step.staleness_mean, end_s=step.end_s, **given))
-        log.append("pushes", row("pushes", version=step.step, transfer_s=job.push.transfer_s, pause_max_s=job.push.swap_s))
+        log.append("pushes", row("pushes", version=step.step, transfer_s=job.push.transfer_s))
+        swaps = [
+            row("timeline", rank=g, phase=PHASES.index("swap"), start_s=step.end_s, stop_s=step.end_s + job.push.swap_s) for g in range(job.num_generation)
+        ]
+        log.append("timeline", swaps)
     for ticket in range(result.num_groups["trained"]):
         prompt, answers = job.lengths.group(ticket, job.group_size)
         rows = [row("trajectories", ticket=ticket, sample=k, prompt_tokens=prompt, answer_tokens=n, graded_s=job.reward_s) for k, n in enumerate(answers)]
@@ -192,7 +196,7 @@ def test_fit_gives_back_the_costs_of_a_log(tmp_path: Path) -> None:
     logged(tmp_path / "run", config, job)
     found = fit.fit(tmp_path / "run")
     assert (found.token_s, found.step_s) == pytest.approx((1e-3, 0.3), rel=1e-4)
-    assert (found.push, found.reward_s) == (PushCost(transfer_s=0.05, swap_s=0.02), pytest.approx(0.03))
+    assert (found.push.transfer_s, found.push.swap_s, found.reward_s) == pytest.approx((0.05, 0.02, 0.03))
     for changed in ({}, {"eta": math.inf}, {"eta": 0}, {"eta": 4}, {"batch_size": 64}):
         eta = changed.get("eta", 2)
         wanted = replace(config, staleness=Staleness(max_staleness="inf" if math.isinf(eta) else int(eta)))
