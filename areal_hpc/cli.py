@@ -1,4 +1,4 @@
-"""The command line: `areal-hpc run | replay | report | eval | grade | export`. Heavy imports come after the arguments are understood.
+"""The command line: `areal-hpc run | replay | report | eval | grade | simulate | plan | export`. Heavy imports come after the arguments are understood.
 
 Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 3 done, but the log is incomplete (a disk was full);
 75 stopped on a signal with a complete checkpoint; anything else a failure.
@@ -27,6 +27,8 @@ USAGE = """usage: areal-hpc COMMAND ...
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
   grade FILE.jsonl [--reward.option ...]    rewards of gold/answer pairs or programs, one JSON object per line; - reads standard input
                                             --skip-invalid reports lines that are not JSON instead of stopping
+  simulate MODEL_OR_RECIPE [--gpus N ...]   predicted throughput, asynchronous beside synchronous; --from-run RUN: of other settings of a run; --json
+  plan --model 7b --gpus 64 [...]           best split, staleness and batch, what bounds them, memory, the sbatch line; --plot FILE, --json
   export CHECKPOINT DIR                     a checkpoint in Hugging Face format
   recipes                                   the recipes there are
 
@@ -37,7 +39,10 @@ areal-hpc run RECIPE --help lists all options with their meaning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"run": run, "replay": replay, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes}
+    commands = {"run": run, "replay": replay, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes} | {
+        "simulate": simulate,
+        "plan": plan,
+    }
     try:
         asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
         if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2)):
@@ -309,6 +314,20 @@ def export(args: list[str]) -> int:
     export_checkpoint(source, out)
     print(f"exported {source} to {out}")
     return 0
+
+
+def simulate(args: list[str]) -> int:
+    """Predict the throughput of a job."""
+    from areal_hpc.simulate.command import simulate_command
+
+    return simulate_command(args)
+
+
+def plan(args: list[str]) -> int:
+    """Recommend a split, a staleness and a batch."""
+    from areal_hpc.simulate.command import plan_command
+
+    return plan_command(args)
 
 
 def recipes(args: list[str]) -> int:

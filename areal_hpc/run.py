@@ -32,7 +32,6 @@ from areal_hpc.observe.timeline import Phases
 from areal_hpc.observe.watchdog import Watchdog, announce
 from areal_hpc.reward.service import RewardService
 from areal_hpc.rollout.engines import create_engine
-from areal_hpc.rollout.leases import Dispatcher
 from areal_hpc.rollout.script import open_script as generation_script
 from areal_hpc.rollout.tape import open_recording as generation_tape
 from areal_hpc.rollout.worker import RolloutWorker
@@ -296,7 +295,7 @@ def resumed_work(config: Config, world: World, restart: Restart) -> dict[str, An
     """Fields of a RolloutWorker that goes on from a checkpoint: what may not be granted again, and this rank's share of what was on its way."""
     restore_random_state(restart, world)
     unfinished = restart.cut.unfinished_of(world.role_rank, world.num_generation, static=config.staleness.eta == 0)
-    return {"dispatcher": Dispatcher(known=restart.cut.known()), "resumed": unfinished}
+    return {"known": restart.cut.known(), "resumed": unfinished}
 
 
 def restore_random_state(restart: Restart, world: World) -> None:

@@ -118,7 +118,7 @@ def test_every_module_has_a_layer() -> None:
         assert any(".".join(parts[:length]) in layered for length in range(2, len(parts) + 1)), f"{path.relative_to(ROOT)} is in no layer of pyproject.toml"
 
 
-@pytest.mark.parametrize("module", ["config", "config_io", "recipes", "cli", "validate", "launch.local", "observe.report"])
+@pytest.mark.parametrize("module", ["config", "config_io", "recipes", "cli", "validate", "launch.local", "observe.report", "simulate.command"])
 def test_control_plane_loads_no_heavy_stack(module: str) -> None:
     """On a login node these modules load without torch or MPI."""
     code = f"import sys, areal_hpc.{module}; print(*sorted(set(sys.modules) & set({HEAVY!r})))"

@@ -7,6 +7,8 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_hpc.rollout.leases import Dispatcher, Leases
 from areal_hpc.staleness import NO_LIMIT, Ledger, age, ticket_limit
@@ -207,3 +209,16 @@ def test_dropless_waits_for_the_straggler() -> None:
     assert ledger.compose() is None  # training 2 now would leave 0 to be trained at age 2
     ledger.arrive(0, 0)
     assert ledger.compose() == [0]
+
+
+@given(num_ranks=st.integers(1, 9), limit=st.integers(1, 60), counts=st.lists(st.integers(1, 40), min_size=1, max_size=20))
+def test_a_block_is_at_most_a_fair_share(num_ranks: int, limit: int, counts: list[int]) -> None:
+    """Whoever asks first does not get everything: no block exceeds what the gate leaves over the ranks, rounded up; tickets stay in order."""
+    dispatcher = Dispatcher(num_ranks=num_ranks)
+    for rank, count in enumerate(counts):
+        dispatcher.want(rank, count)
+    granted = [grant for _, (grant, _) in dispatcher.grants(limit, 0)]
+    assert all(1 <= len(block) <= -(-limit // num_ranks) for block in granted)
+    assert [ticket for block in granted for ticket in block] == list(range(dispatcher.next_ticket))
+    assert all(len(block) <= count for block, count in zip(granted, counts, strict=False))
+    assert dispatcher.next_ticket == limit or len(granted) == len(counts)

@@ -196,3 +196,19 @@ def time_of_ranks(seconds: dict[int, np.ndarray], roles: dict[int, str], wall_s:
     axis.set(xlim=(0, 100), xlabel=f"share of the run's {wall_s:.0f} s [%]", title="Where the time of each rank went")
     figure.legend(loc="outside lower center", ncols=6, fontsize=9)
     return _save(figure, path)
+
+
+def plan(splits: list[tuple[float, float]], etas: list[tuple[float, float]], baselines: dict[str, float], path: Path) -> Path:
+    """Simulated throughput over the share of GPUs that generate (%) and over eta; synchronous baselines as lines."""
+    figure, axes = _figure(1, 2, 9, 3.6)
+    for axis, points, label in ((axes[0, 0], splits, "GPUs that generate [%]"), (axes[0, 1], etas, "eta")):
+        axis.plot(*zip(*sorted(points), strict=True), color=BLUE, marker="o", label="asynchronous")
+        for (name, value), color in zip(baselines.items(), (ORANGE, GREY), strict=False):
+            axis.axhline(value, color=color, linestyle="--", linewidth=1.2, label=name)
+        axis.set(xlabel=label, ylabel="tokens / s")
+        axis.set_ylim(bottom=0, top=1.25 * max(value for _, value in splits + etas))
+        axis.yaxis.set_major_formatter(lambda value, _: si(value))
+    axes[0, 0].set_title("Split")
+    axes[0, 1].set_title("Staleness")
+    axes[0, 1].legend(loc="lower right", fontsize=8)
+    return _save(figure, path)

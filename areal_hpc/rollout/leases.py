@@ -23,6 +23,8 @@ class Dispatcher:
     known: IntervalSet = field(default_factory=IntervalSet)
     """Tickets that are not granted: those that the run had known when it was resumed."""
     next_ticket: int = 0
+    num_ranks: int = 1
+    """Generation ranks: a block is at most this fraction of what the gate leaves, or those who ask first would take all of it and the others stand still."""
     _wants: deque[tuple[int, int]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -35,10 +37,11 @@ class Dispatcher:
     def grants(self, ticket_limit: int, version: int) -> list[tuple[int, Grant]]:
         """(rank, grant) for everybody that can be served now, first come first served; a block may be cut short by the limit."""
         granted = []
+        share = max(1, -(-(ticket_limit - self.next_ticket) // self.num_ranks))
         while self._wants and self.next_ticket < ticket_limit:
             rank, count = self._wants.popleft()
             tickets: list[int] = []
-            while len(tickets) < count and self.next_ticket < ticket_limit:
+            while len(tickets) < min(count, share) and self.next_ticket < ticket_limit:
                 tickets.append(self.next_ticket)
                 self.next_ticket = self.known.first_missing(self.next_ticket + 1)
             granted.append((rank, (tickets, version)))

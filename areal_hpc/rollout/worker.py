@@ -16,6 +16,7 @@ from areal_hpc.config import Config
 from areal_hpc.data.datasets import Problems
 from areal_hpc.data.prompts import Prompts
 from areal_hpc.data.tickets import Tickets
+from areal_hpc.intervals import IntervalSet
 from areal_hpc.models.tokenizer import Tokenizer
 from areal_hpc.observe.memory import resident_bytes
 from areal_hpc.observe.timeline import Phases
@@ -75,8 +76,10 @@ class RolloutWorker:
     snapshots: Snapshots = field(default_factory=Snapshots)
     resumed: list[UnfinishedGroup] = field(default_factory=list)
     """Of the checkpoint that the run goes on from; taken up with the first weights."""
+    known: IntervalSet = field(default_factory=IntervalSet)
+    """Tickets that may not be granted again: those of the checkpoint that the run goes on from."""
     leases: Leases = field(init=False)
-    dispatcher: Dispatcher = field(default_factory=Dispatcher)
+    dispatcher: Dispatcher = field(init=False)
     _tickets: Tickets = field(init=False)
     _prompts: Prompts = field(init=False)
     _unreported: list[int] = field(default_factory=list)
@@ -85,7 +88,8 @@ class RolloutWorker:
     _told_signal: bool = False
 
     def __post_init__(self) -> None:
-        self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0, known=self.dispatcher.known)
+        self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0, known=self.known)
+        self.dispatcher = Dispatcher(self.known, num_ranks=self.world.num_generation)
         self._tickets = Tickets(len(self.problems.train), self.config.seed)
         self._prompts = Prompts(self.config.data, self.tokenizer)
         self.turns = Turns(self.config.environment, self.engine, self.rewards, self.tokenizer, self._prompts, in_order=self.leases.static)
