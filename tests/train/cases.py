@@ -1,14 +1,18 @@
 """Small models and global batches that the trainer's tests share."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from areal_hpc import config
+from areal_hpc import checkpoints, config
 from areal_hpc.models import hf
 from areal_hpc.models.decoder import DecoderConfig
 from areal_hpc.objectives import denominator
+from areal_hpc.train import checkpoint
 from areal_hpc.train.batching import plan_batch
 from areal_hpc.train.trainer import LocalBatch, Trainer
 from areal_hpc.transport.trajectory import Status, Trajectory
@@ -114,3 +118,19 @@ def tiny_trainer(mesh=None, dtype=torch.float32, **options) -> Trainer:
     trainer = Trainer(TINY, config.Train(**settings), temperature=0.9, device=torch.device("cpu"), mesh=mesh, dtype=dtype)
     trainer.load(hf.build_random(TINY, seed=5).named_parameters())
     return trainer
+
+
+def save_checkpoint(folder: Path, trainer: Trainer, meta: dict, tokenizer_files: Mapping[str, bytes] | None = None) -> None:
+    """What the threads of all training ranks do (train/saving.py), in one go. Collective where there is a process group."""
+    rank, group = (dist.get_rank(), dist.group.WORLD) if dist.is_initialized() else (0, None)
+    partial = checkpoints.partial_of(folder)
+    partial.mkdir(parents=True, exist_ok=True)
+    files = checkpoint.write_parameters(partial, checkpoint.copy_state(trainer), rank, group)
+    if group is not None:
+        written: list[list[checkpoints.SavedFile]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(written, files)
+        files = [file for share in written for file in share]
+    if rank == 0:
+        checkpoints.finish(folder, files + checkpoint.write_model_files(partial, trainer.decoder_config, tokenizer_files or {}), meta)
+    if group is not None:
+        dist.barrier()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from areal_hpc.train import checkpoint
 
 from . import reference
-from .cases import TINY, local_batch, tiny_trainer, trajectories
+from .cases import TINY, local_batch, save_checkpoint, tiny_trainer, trajectories
 
 NUM_STEPS = 3
 OPTIONS = {"adam_eps": 1e-3}  # rounding of near-zero gradients must not be blown up to steps of size lr
@@ -65,7 +65,7 @@ def train_one_rank(role_rank: int, num_ranks: int, folder: Path) -> None:
     result["objectives"] = objective_steps(mesh, num_ranks, role_rank)
     result["shards"] = [(shard.name, shard.shape, shard.row_start, shard.local.clone()) for shard in trainer.named_shards()]
     result["bfloat16"] = tiny_trainer(mesh, torch.bfloat16, **OPTIONS).train_batch(next(batches(num_ranks, role_rank)))
-    checkpoint.save_checkpoint(folder / "step", trainer, {"policy_version": NUM_STEPS})
+    save_checkpoint(folder / "step", trainer, {"policy_version": NUM_STEPS})
     checkpoint.save_model(folder / "model", trainer, TINY)
     checkpoint.load_checkpoint(folder.parent / "one" / "step", trainer)  # written by a single rank, continued by several
     trainer.train_batch(next(batches(num_ranks, role_rank)))

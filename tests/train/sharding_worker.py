@@ -10,9 +10,9 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from areal_hpc.models import hf
-from areal_hpc.train import checkpoint, sharding
+from areal_hpc.train import sharding
 
-from .cases import TINY, local_batch, tiny_trainer, trajectories
+from .cases import TINY, local_batch, save_checkpoint, tiny_trainer, trajectories
 
 OPTIONS = {"adam_eps": 1e-3}  # rounding of near-zero gradients must not be blown up to steps of size lr
 VARIANTS: dict[str, dict] = {
@@ -43,7 +43,7 @@ def train_one_rank(role_rank: int, num_ranks: int, folder: Path) -> None:
     for name, options in (VARIANTS | (REPLICATED if num_ranks % 2 == 0 else {})).items():
         trainer, result[name] = trained(mesh, num_ranks, role_rank, **options)
         result[name]["shards"] = [(shard.name, shard.shape, shard.row_start, shard.local.clone()) for shard in trainer.named_shards()]
-    checkpoint.save_checkpoint(folder / "step", trainer, {})  # of the last variant: replicas and offloaded rows where there are several ranks
+    save_checkpoint(folder / "step", trainer, {})  # of the last variant: replicas and offloaded rows where there are several ranks
     read = ReadRows(folder.parent / "saved")
     fresh = tiny_trainer(mesh, **OPTIONS)
     fresh.load(read)

@@ -13,18 +13,10 @@ from areal_hpc.models import hf
 from areal_hpc.models.decoder import Packed
 from areal_hpc.train import checkpoint
 
-from .cases import TINY, local_batch, tiny_trainer, trajectories
+from .cases import TINY, local_batch, save_checkpoint, tiny_trainer, trajectories
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single rank needs no process group
 META = {"step": 2, "closed": [[0, 3]], "fingerprint": "abc"}
-
-
-def save(folder, trainer, meta=META, tokenizer_files=None):
-    """What the thread of a single training rank does (train/saving.py), in one go."""
-    partial = partial_of(folder)
-    partial.mkdir(parents=True, exist_ok=True)
-    files = checkpoint.write_parameters(partial, checkpoint.copy_state(trainer), 0, None)
-    checkpoints.finish(folder, files + checkpoint.write_model_files(partial, trainer.decoder_config, tokenizer_files or {}), meta)
 
 
 @pytest.fixture
@@ -45,7 +37,7 @@ def same(left, right):
 
 def test_a_resumed_run_continues_bit_for_bit(tmp_path, trained):
     folder = tmp_path / "step-000002"
-    save(folder, trained, META)
+    save_checkpoint(folder, trained, META)
     resumed = tiny_trainer()
     assert checkpoint.load_checkpoint(folder, resumed) == {"format": checkpoints.FORMAT} | META
     assert same(weights(resumed), weights(trained))
@@ -80,7 +72,7 @@ def test_a_full_disk_is_an_error_with_a_reason_and_nothing_worse(tmp_path, train
         with pytest.raises(OSError, match="No space left on device"):
             checkpoint.write_parameters(disk / "step.tmp", checkpoint.copy_state(trained), 0, None)
         subprocess.run(["mount", "-o", "remount,size=2m", str(disk)], check=True)
-        save(disk / "step", trained)
+        save_checkpoint(disk / "step", trained, META)
         assert checkpoints.fault(disk / "step") == ""
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -88,22 +80,22 @@ def test_a_full_disk_is_an_error_with_a_reason_and_nothing_worse(tmp_path, train
 
 def test_an_incomplete_checkpoint_is_refused_and_the_old_one_survives(tmp_path, trained):
     folder = tmp_path / "step-000002"
-    save(folder, trained, META)
+    save_checkpoint(folder, trained, META)
     saved = weights(trained)
     trained.train_batch(local_batch(trajectories(2)))
     with pytest.raises(TypeError):
-        save(folder, trained, {"not JSON": object()})
+        save_checkpoint(folder, trained, {"not JSON": object()})
     assert same(dict(checkpoint.load_weights_from(folder)), saved)
     with pytest.raises(ConfigError, match="not a complete checkpoint"):
         checkpoint.read_meta(tmp_path / "step-000002.tmp")
-    save(folder, trained, META)  # over the rest of the failed attempt
+    save_checkpoint(folder, trained, META)  # over the rest of the failed attempt
     assert same(dict(checkpoint.load_weights_from(folder)), weights(trained))
 
 
 def test_export_loads_in_transformers_with_equal_logprobs(tmp_path, trained):
     from transformers import AutoModelForCausalLM
 
-    save(tmp_path / "step", trained, META, {"tokenizer_config.json": b"{}"})
+    save_checkpoint(tmp_path / "step", trained, META, {"tokenizer_config.json": b"{}"})
     checkpoint.export_checkpoint(tmp_path / "step", tmp_path / "out")
     checkpoint.save_model(tmp_path / "model", trained, TINY, {"tokenizer_config.json": b"{}"})
     assert (tmp_path / "out" / "tokenizer_config.json").read_bytes() == b"{}"

@@ -13,10 +13,10 @@ from areal_hpc.models.flops import train_flops
 from areal_hpc.objectives import settings
 from areal_hpc.train import loss
 from areal_hpc.train import trainer as trainer_module
-from areal_hpc.train.checkpoint import load_checkpoint, save_checkpoint
+from areal_hpc.train.checkpoint import load_checkpoint
 
 from . import reference
-from .cases import MAX_NEW_TOKENS, TINY, local_batch, tiny_trainer, trajectories, with_turns
+from .cases import MAX_NEW_TOKENS, TINY, local_batch, save_checkpoint, tiny_trainer, trajectories, with_turns
 
 TEMPERATURE = 0.9
 VERSION = 2

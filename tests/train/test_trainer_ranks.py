@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from areal_hpc import checkpoints
 from areal_hpc.train import checkpoint
 
 from . import reference
-from .cases import tiny_trainer
+from .cases import save_checkpoint, tiny_trainer
 from .rank_worker import OPTIONS, batches, objective_steps, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single rank needs no process group
@@ -28,7 +29,7 @@ def one(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     trainer = tiny_trainer(**OPTIONS)
     stats = [trainer.train_batch(batch) for batch in batches(1, 0)]
-    checkpoint.save_checkpoint(folder / "one" / "step", trainer, {})
+    save_checkpoint(folder / "one" / "step", trainer, {})
     full = whole(trainer)
     trainer.train_batch(next(batches(1, 0)))
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
@@ -60,7 +61,7 @@ def test_one_rank_reads_what_several_wrote(one, num_ranks):
     folder = one["folder"] / str(num_ranks)
     expected = torch.load(folder / "rank0.pt", weights_only=False)["full"]
     single = tiny_trainer(**OPTIONS)
-    assert checkpoint.load_checkpoint(folder / "step", single) == {"policy_version": 3}
+    assert checkpoint.load_checkpoint(folder / "step", single) == {"format": checkpoints.FORMAT, "policy_version": 3}
     for loaded in (whole(single), dict(checkpoint.load_weights_from(folder / "step")), dict(checkpoint.load_weights_from(folder / "model"))):
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(loaded[name], expected[name]) for name in expected)
