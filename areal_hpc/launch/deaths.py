@@ -15,8 +15,8 @@ from pathlib import Path
 from areal_hpc.observe import status
 from areal_hpc.observe.status import RankStatus
 
-LOOK_EVERY_S = 0.2
-"""Between two looks for ranks that have not been seen yet."""
+LOOK_EVERY_S = 0.02
+"""Between two looks for ranks that have not been seen yet: one that dies in between cannot be told from those that its death takes along."""
 CALM_EVERY_S = 1.0
 """Once all are known."""
 
@@ -43,9 +43,12 @@ class Deaths:
             poll.register(descriptor, select.POLLIN)
         ready = [descriptor for descriptor, _ in poll.poll(1000 * (CALM_EVERY_S if len(self._known) == self.num_ranks else LOOK_EVERY_S))]
         ended = [self._processes[descriptor] for descriptor in ready if descriptor in self._processes]
-        if not self.found:
-            self.ties = len(ended)
+        is_first = not self.found
+        if ended:
+            self._look_for_ranks()  # one that came and died since the last look may be the cause
         self.found += [(world_rank, status.how_it_ended(pid)) for world_rank, pid in ended]
+        if is_first:
+            self.ties = len(self.found)
         for descriptor in ready:
             if descriptor in self._processes:
                 os.close(descriptor)

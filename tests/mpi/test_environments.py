@@ -97,6 +97,7 @@ def test_an_environment_of_ones_own(base: Config, tmp_path: Path, monkeypatch: p
     jobs.check_no_lane_left()
 
 
+@pytest.mark.slow
 def test_programs_as_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe, smaller: programs are found in answers, run against their tests in the sandbox, and trained on; some are right."""
     monkeypatch.setenv("AREAL_HPC_CACHE", str(tmp_path / "cache"))

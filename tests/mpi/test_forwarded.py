@@ -35,6 +35,7 @@ def test_every_group_is_accounted_for(base: Config, tmp_path: Path, num_ranks: i
     jobs.check_ring(job, way=1)
 
 
+@pytest.mark.slow
 def test_same_bits_as_through_shared_memory(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """eta = 0: the way that a trajectory takes changes nothing."""
     (tmp_path / "parity_reward.py").write_text("def grade(problem, text):\n    return float(sum(map(ord, text)) % 2)\n")

@@ -75,6 +75,7 @@ def test_same_seed_same_bits(base: Config, tmp_path: Path, monkeypatch: pytest.M
     assert (first.table("steps")["grad_norm"] > 0).all(), "without gradients equality would prove nothing"
 
 
+@pytest.mark.slow
 def test_replicas_of_the_model_change_nothing(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two training ranks as shards of one model, and as two copies of it (HSDP), of which each pushes a half: the same parameters but for rounding."""
     (tmp_path / "parity_reward.py").write_text("def grade(problem, text):\n    return float(sum(map(ord, text)) % 2)\n")
