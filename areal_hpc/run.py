@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from areal_hpc.observe.telemetry import Log, hardware
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.reward.service import RewardService
 from areal_hpc.rollout.engines import create_engine
+from areal_hpc.rollout.sinks import layout_of, open_receiver
 from areal_hpc.rollout.worker import RolloutWorker
 from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
@@ -41,7 +43,8 @@ from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport.evaluation import source_of
 from areal_hpc.transport.lanes import open_incoming, open_outgoing
 from areal_hpc.transport.messages import Mailbox
-from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
+from areal_hpc.transport.paths import open_paths
+from areal_hpc.transport.weights import Manifest, Sender
 from areal_hpc.validate import model_folder
 
 UNBOUNDED_HELD = 2**31
@@ -140,20 +143,27 @@ def wire_dtype(config: Config) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
 
 
+def manifest_of(config: Config, world: World, named_shapes: Iterable[tuple[str, Sequence[int]]]) -> Manifest:
+    """What the push moves, equal on all ranks. Collective."""
+    all_roots = config.transport.push == "all-roots"
+    manifest = Manifest.of(named_shapes, wire_dtype(config), world.num_training if all_roots else 1, config.train.replicas if all_roots else 1)
+    manifest.agree(world.comm)
+    return manifest
+
+
 def generate(config: Config, world: World, connection: groups.Connection, problems: Problems, model_dir: Path, rewards: RewardService, phases: Phases) -> None:
     """A generation rank: its engine starts empty and gets version 0 by the first push, as every other version."""
     tokenizer = Tokenizer.from_folder(model_dir)
     engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
     lane = open_outgoing(config, world)
     shapes = ((name, tensor.shape) for name, tensor in engine.named_weights())
-    manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
-    manifest.agree(world.comm)
-    network = Network(world, connection, config.transport.bucket_bytes)
+    manifest = manifest_of(config, world, shapes)
+    paths = open_paths(config, world, connection, layout_of(engine))
     worker = RolloutWorker(
         config=config,
         world=world,
         engine=engine,
-        receiver=Receiver(manifest, network, connection.device),
+        receiver=open_receiver(config, world, engine, manifest, paths, connection.device),
         lane=lane,
         rewards=rewards,
         problems=problems,
@@ -183,16 +193,19 @@ def train(
     trainer.load(open_weights_of(model_dir))
     lanes = open_incoming(config, world)
     shapes = ((shard.name, shard.shape) for shard in trainer.named_shards())
-    manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
-    manifest.agree(world.comm)
-    network = Network(world, connection, config.transport.bucket_bytes)
+    manifest = manifest_of(config, world, shapes)
+    paths = open_paths(config, world, connection, None)
     mailbox = Mailbox(world.control)
-    sender = Sender(manifest, world.role_rank, network, connection.device)
-    publisher = Publisher(world, mailbox, sender, phases, config.transport.push_deadline_s)
+    root = world.role_rank if world.world_rank in paths.senders else None
+    sender = Sender(manifest, root, connection.device, network=paths.network, images=paths.images, layout=paths.layout)
+    publisher = Publisher(world, mailbox, sender, phases, config.transport.push_deadline_s, paths.shared)
+    publisher.head_deadline_s = config.transport.data_deadline_s + 2 * config.transport.push_deadline_s
     held = UNBOUNDED_HELD if config.staleness.max_staleness != "inf" else 2 * config.groups_per_batch
     collector = Collector(world.role_rank, lanes, max_held=held)
     composer = Composer(config, world.num_training, attention_crossover_tokens(decoder_config))
     head = open_head(config, world, mailbox, publisher, composer, attempt_dir, phases, problems, stop) if world.is_first_trainer else None
+    if head is not None:
+        head.recorder.progress.message(paths.described(world.num_generation))
     rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, head)
     tokenizer_files = hf.tokenizer_files(model_dir)
 

@@ -47,22 +47,18 @@ class Head:
     _shares: dict[int, list[Share]] = field(default_factory=dict)
     """Evaluations under way: version -> shares received."""
     _num_rejected_told: int = 0
-    _logged_version: int = -1
 
     def pump(self) -> None:
         """Act on all messages that are here. Never blocks."""
         for message in self.mailbox.poll():
             self._receive(message)
         self.composer.ledger.oldest_active_version = max(0, self.publisher.oldest_active_version)
-        push = self.publisher.push
-        if push is not None and self.publisher.settled and len(push.pause_s) == self.world.num_generation:
-            self.log_push()
+        self.publisher.excused_s = self.config.transport.data_deadline_s if self.evaluating else 0.0
+        self.log_pushes()
 
-    def log_push(self) -> None:
-        """Write the latest push, once."""
-        push = self.publisher.push
-        if push is not None and push.version > self._logged_version:
-            self._logged_version = push.version
+    def log_pushes(self, *, final: bool = False) -> None:
+        """Write the pushes that have come to their end."""
+        for push in self.publisher.take_finished(final=final):
             self.recorder.push_settled(push)
 
     def _receive(self, message: Message) -> None:
@@ -145,18 +141,18 @@ class TrainingRank:
         evaluate = version in (0, last) or bool(every and version % every == 0)
         limit = 0
         if self.head is not None:
-            self.publisher.wait_settled(self.pump_and_listen)
-            self.head.log_push()
             if evaluate:
                 self.head.wait(lambda: not self.head.evaluating, self.config.transport.data_deadline_s, lambda: "the evaluation before")  # type: ignore[union-attr]
                 self.head.expect_evaluation(version)
             limit = self.head.composer.ledger.limit
-        shards = ((shard.name, shard.local) for shard in self.trainer.named_shards())
-        self.publisher.publish(shards, version, limit, evaluate=evaluate, final=version == last)
+        all_roots = self.config.transport.push == "all-roots"
+        rows = ((shard.name, shard.local) for shard in self.trainer.named_shards()) if all_roots else self.trainer.full_state()
+        self.publisher.publish(rows, version, limit, evaluate=evaluate, final=version == last, pump=self.pump_and_listen)
 
     def pump_and_listen(self) -> None:
         """A rank that does not confirm may be dead."""
-        assert self.head is not None
+        if self.head is None:
+            return
         self.head.pump()
         self.collector.check_producers()
 
@@ -204,6 +200,8 @@ class TrainingRank:
         if arrivals:
             self.mailbox.post(self.world.training_ranks[0], Tag.ARRIVED, arrivals)
         for message in self.mailbox.poll():
+            if self.publisher.receive(message):
+                continue
             assert message.tag == Tag.PLAN, f"unexpected {message.tag.name} message"
             self._progress_at = time.monotonic()
             if message.body is not None:
@@ -219,7 +217,7 @@ class TrainingRank:
     def wait_for_stop(self, deadline_s: float) -> None:
         """Until training rank 0 has seen the run to its end: asleep, not in a collective. Raises TimeoutError."""
         stop_at = time.monotonic() + deadline_s
-        while not any(message.tag == Tag.STOP for message in self.mailbox.poll()):
+        while not any(message.tag == Tag.STOP for message in self.mailbox.poll() if not self.publisher.receive(message)):
             if time.monotonic() > stop_at:
                 raise TimeoutError(f"waited {deadline_s:g} s for training rank 0 to end the run")
             time.sleep(POLL_S)
@@ -279,7 +277,7 @@ def end_run(rank: TrainingRank, *, finished: bool) -> dict:
     rank.publisher.wait_settled(rank.pump_and_listen)
     if finished:
         head.wait(lambda: not head.evaluating, deadline_s, lambda: "the last evaluation")
-    head.log_push()
+    head.log_pushes(final=True)
     rank.phases.enter("stop")
     others = [r for r in range(rank.world.size) if r != rank.world.world_rank]
     for world_rank in others:
