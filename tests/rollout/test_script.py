@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from areal_hpc.rollout.engines.base import Begun, Request
 from areal_hpc.rollout.engines.embedded import EmbeddedEngine
 from areal_hpc.rollout.engines.sampling import stream_key
 from areal_hpc.rollout.evaluate import EVALUATION_IDS
-from areal_hpc.rollout.script import RecordedVerdicts, Script, ScriptedLeases
+from areal_hpc.rollout.script import HeldReceiver, RecordedVerdicts, Script, ScriptedLeases
 from areal_hpc.rollout.tape import FINISH, LEASE, Call, TapedEngine
 from areal_hpc.transport.trajectory import Status
+from areal_hpc.transport.weights import Announcement
 from tests.models.tiny import VOCAB_SIZE, reference_model, weights_of
 from tests.rollout.test_embedded import config_of
 
@@ -173,6 +175,26 @@ def test_other_weights_are_found_at_the_first_answer() -> None:
 
     with pytest.raises(Difference, match="finish ticket 0"):
         go_on()
+
+
+def test_a_version_waits_until_the_one_before_is_in_use() -> None:
+    """Versions that the tape passes over are received at once; one that it uses later would take the place of one that it uses now."""
+    begun: list[int] = []
+    receiver: Any = SimpleNamespace(is_staged=True, staged=None, begin=lambda announcement: begun.append(announcement.version), poll=lambda **_: False)
+    script: Any = SimpleNamespace(next_version=2)
+    held = HeldReceiver(receiver, script)
+    for version in range(1, 5):
+        held.begin(Announcement(version, 0, (), evaluate=False, final=False))
+    assert not held.poll(busy=False) and begun == [1, 2]
+    receiver.staged = "version 2"
+    assert held.staged == "version 2"
+    script.next_version = 3
+    assert not held.poll(busy=False) and begun == [1, 2, 3]
+    script.next_version = None
+    assert not held.poll(busy=False) and begun == [1, 2, 3, 4]
+    receiver.is_staged = False
+    with pytest.raises(AssertionError, match="a replay stages"):
+        HeldReceiver(receiver, script)
 
 
 def test_recorded_verdicts_come_at_once() -> None:
