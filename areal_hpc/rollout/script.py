@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -163,6 +163,12 @@ class ScriptedEngine(TapedEngine):
         if requests:
             self._held[requests[0].request_id] = requests
             self.add_due()
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        ids = list(request_ids)
+        for number in ids:
+            self._held.pop(number, None)
+        super().abort(ids)
 
     def add_due(self) -> None:
         """Add what was held back and comes next."""

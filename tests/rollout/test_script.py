@@ -177,6 +177,25 @@ def test_other_weights_are_found_at_the_first_answer() -> None:
         go_on()
 
 
+def test_only_what_the_engine_holds_is_aborted() -> None:
+    """An answer that is finished but not graded at the last version may be graded in a replay; one that would have gone on is forgotten where it was held back."""
+    calls = Calls()
+    taped = TapedEngine(engine(), calls)
+    taped.update_weights(WEIGHTS[0].items(), 0)
+    taped.add(requests(0, GROUP_SIZE))
+    taped.step()
+    taped.abort([1, 2, 77])
+    assert calls[-1][3] == 2
+    script = Script(calls.rows(), "rank 0 (generation 0)", GROUP_SIZE, None)
+    scripted = script.engine(engine())
+    scripted.update_weights(WEIGHTS[0].items(), 0)
+    scripted.add(requests(77, 1))
+    scripted.add(requests(0, GROUP_SIZE))
+    scripted.step()
+    scripted.abort([2, 1, 77])
+    assert script.num_left == 0 and script.step_due() and set(scripted.running()) == {0}
+
+
 def test_a_version_waits_until_the_one_before_is_in_use() -> None:
     """Versions that the tape passes over are received at once; one that it uses later would take the place of one that it uses now."""
     begun: list[int] = []
