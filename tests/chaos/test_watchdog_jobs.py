@@ -161,7 +161,8 @@ def test_signal_at_one_rank_stops_the_run(base: Config, tmp_path: Path, victim: 
     role = "generation 0" if victim == 0 else "training 1"
     assert f"stopped on request (SIGUSR1 at rank {victim} ({role}))" in job.stdout
     assert (job.run_dir / "checkpoints" / f"step-{job.exit['steps']:06d}").is_dir()
-    assert sorted(path.name for path in job.attempt.iterdir()) == ["config.yaml", "exit.json", "log.h5", "samples"]
+    tapes = [f"tape-{rank:04d}.h5" for rank in range(3)]
+    assert sorted(path.name for path in job.attempt.iterdir()) == ["config.yaml", "exit.json", "log.h5", "samples", *tapes]
 
 
 PERTURBED = """
