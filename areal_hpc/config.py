@@ -315,8 +315,14 @@ class Transport:
     """auto: shared memory between ranks of one node, MPI messages between nodes; forwarded: MPI messages everywhere (slower: to try them on one node)."""
     silence_deadline_s: float = 120.0
     """Seconds without a sign of life after which training, while it waits for data, takes a generation rank of another node for dead."""
-    bucket_bytes: int = 64 << 20
-    """Bytes of one weight bucket."""
+    bucket_bytes: int = 16 << 20
+    """Bytes of one weight bucket: what one broadcast moves; a generation rank has four for each training rank."""
+    push: Literal["all-roots", "single-root"] = "all-roots"
+    """all-roots: every training rank sends the rows it owns. single-root: they are gathered to training rank 0, which sends all (the baseline)."""
+    push_path: Literal["auto", "network"] = "auto"
+    """auto: on the training ranks' own node, without a GPU, weights are shared memory; network: Gloo or NCCL everywhere."""
+    staging: Literal["auto", "on", "off"] = "auto"
+    """Whether weights arrive in spare memory while decoding goes on, or decoding pauses. auto: on where that takes at most 25 % of what the KV cache could have."""
     push_deadline_s: float = 120.0
     """Seconds within which every generation rank must confirm a new version."""
     data_deadline_s: float = 600.0

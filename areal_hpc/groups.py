@@ -75,6 +75,8 @@ def connect(world: World, device: str, timeout_s: float) -> Connection:
     if store is None:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     chosen = pick_device(device, world.local_rank)
+    if chosen.type == "cuda":  # FSDP's communicators and the push's share the GPU: kernels start in the order in which the host issued them
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     # gloo binds to the same interface rather than to whatever the host name resolves to: often nothing on compute nodes, or loopback, in silence
     interface = interface_of(address)

@@ -141,7 +141,7 @@ def num_replayable_steps(tapes: Sequence[Tape], level: str, group_size: int) -> 
 
 
 def _adapted(config: Config) -> Config:
-    """What a replay has no use for is off; deadlines are long. Nothing that a number depends on changes."""
+    """What a replay has no use for is off; deadlines are long; versions are staged, since they may come long before the tape takes them. No number depends on these."""
     transport = config.transport
     deadlines = {name: max(PATIENCE_S, getattr(transport, name)) for name in ("push_deadline_s", "data_deadline_s")}
     return dataclasses.replace(
@@ -151,7 +151,7 @@ def _adapted(config: Config) -> Config:
         watchdog=dataclasses.replace(config.watchdog, enabled=False),
         reward=dataclasses.replace(config.reward, max_failure_rate=1.0),
         evaluation=dataclasses.replace(config.evaluation, save_samples=0, save_training_groups=0),
-        transport=dataclasses.replace(transport, **deadlines),
+        transport=dataclasses.replace(transport, staging="on", **deadlines),
     )
 
 

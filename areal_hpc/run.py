@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from areal_hpc.observe.watchdog import Watchdog, announce
 from areal_hpc.reward.service import RewardService
 from areal_hpc.rollout.engines import create_engine
 from areal_hpc.rollout.script import open_script as generation_script
+from areal_hpc.rollout.sinks import layout_of, open_receiver
 from areal_hpc.rollout.tape import open_recording as generation_tape
 from areal_hpc.rollout.worker import RolloutWorker
 from areal_hpc.signals import StopFlag
@@ -53,8 +55,9 @@ from areal_hpc.transport.cut import Restart
 from areal_hpc.transport.evaluation import source_of
 from areal_hpc.transport.lanes import open_incoming, open_outgoing
 from areal_hpc.transport.messages import Mailbox
+from areal_hpc.transport.paths import open_paths
 from areal_hpc.transport.tape import Replay
-from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
+from areal_hpc.transport.weights import Manifest, Sender
 from areal_hpc.validate import model_folder
 
 UNBOUNDED_HELD = 2**31
@@ -177,6 +180,14 @@ def wire_dtype(config: Config) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
 
 
+def manifest_of(config: Config, world: World, named_shapes: Iterable[tuple[str, Sequence[int]]]) -> Manifest:
+    """What the push moves, equal on all ranks. Collective."""
+    all_roots = config.transport.push == "all-roots"
+    manifest = Manifest.of(named_shapes, wire_dtype(config), world.num_training if all_roots else 1, config.train.replicas if all_roots else 1)
+    manifest.agree(world.comm)
+    return manifest
+
+
 def generate(
     config: Config,
     world: World,
@@ -193,17 +204,16 @@ def generate(
     """A generation rank: its engine starts empty and gets its first version by a push, as every other."""
     tokenizer = Tokenizer.from_folder(model_dir)
     tape = generation_script(replay, world, config.train.group_size) if replay else generation_tape(config, world, attempt.folder)
-    engine = tape.engine(create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device))
+    engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
     lane = open_outgoing(config, world, attempt.number)
     shapes = ((name, tensor.shape) for name, tensor in engine.named_weights())
-    manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
-    manifest.agree(world.comm)
-    network = Network(world, connection, config.transport.bucket_bytes)
+    manifest = manifest_of(config, world, shapes)
+    paths = open_paths(config, world, connection, layout_of(engine))
     worker = RolloutWorker(
         config=config,
         world=world,
-        engine=engine,
-        receiver=Receiver(manifest, network, connection.device),
+        engine=tape.engine(engine),
+        receiver=open_receiver(config, world, engine, manifest, paths, connection.device),
         lane=lane,
         rewards=rewards,
         problems=problems,
@@ -244,12 +254,13 @@ def train(
         load_checkpoint(restart.folder, trainer)
     lanes = open_incoming(config, world, attempt.number)
     shapes = ((shard.name, shard.shape) for shard in trainer.named_shards())
-    manifest = Manifest.of(shapes, wire_dtype(config), world.num_training, config.train.replicas)
-    manifest.agree(world.comm)
-    network = Network(world, connection, config.transport.bucket_bytes)
+    manifest = manifest_of(config, world, shapes)
+    paths = open_paths(config, world, connection, None)
     mailbox = Mailbox(world.control)
-    sender = Sender(manifest, world.role_rank, network, connection.device)
-    publisher = Publisher(world, mailbox, sender, phases, config.transport.push_deadline_s)
+    root = world.role_rank if world.world_rank in paths.senders else None
+    sender = Sender(manifest, root, connection.device, network=paths.network, images=paths.images, layout=paths.layout)
+    publisher = Publisher(world, mailbox, sender, phases, config.transport.push_deadline_s, paths.shared)
+    publisher.head_deadline_s = config.transport.data_deadline_s + 2 * config.transport.push_deadline_s
     held = UNBOUNDED_HELD if config.staleness.max_staleness != "inf" else 2 * config.groups_per_batch
     collector = Collector(world.role_rank, lanes, max_held=held)
     composer = Composer(config, world.num_training, attention_crossover_tokens(decoder_config))
@@ -259,6 +270,7 @@ def train(
     if world.is_first_trainer:
         expected_bytes = 3 * 4 * sum(math.prod(entry.shape) for entry in manifest.entries)  # float32 parameters and two moments
         head = open_head(config, world, mailbox, publisher, composer, attempt, phases, problems, stop, restart, expected_bytes)
+        head.recorder.progress.message(paths.described(world.num_generation))
     if restart is not None:
         collector.put_back(restart.cut.finished_of(world.role_rank, world.num_training))
         restore_random_state(restart, world)

@@ -261,10 +261,12 @@ def _small_tables() -> tuple[Table, ...]:
             (
                 c("version", "<i4", "version", "version pushed"),
                 c("bytes", "<i8", "byte", "bytes that every receiver got"),
-                c("pack_s", "<f8", "s", "copying the shards into the send buffers"),
+                c("pack_s", "<f8", "s", "copying the shards into the send buffers or the shared image, and their checksums"),
                 c("transfer_s", "<f8", "s", "from the announcement to checked bytes, at the slowest receiver"),
+                c("stage_max_s", "<f8", "s", "of which the receiver's own work between decode steps, checksums and copies: largest over the generation ranks"),
                 c("confirm_s", "<f8", "s", "from then until training rank 0, which trains meanwhile, had read every confirmation"),
                 c("pause_max_s", "<f8", "s", "decoding stood still for the swap: largest over the generation ranks"),
+                c("resent", "<i4", "1", "buckets that arrived damaged and were sent once more"),
                 c("checksum", "<u8", "1", "checksum that all ranks agreed on"),
             ),
         ),

@@ -3,7 +3,7 @@
 The worker's loop is the same. It asks the script instead of the clock, and the script says yes only to what the tape has next. What must wait:
 - tickets: `ScriptedLeases` hands out the ticket whose requests come next, the engine between two recorded steps;
 - an answer that goes on (its environment has replied early): held back here until it is due;
-- a version: `HeldReceiver` receives the one after the next only when the next is in use, as in the recorded run, whose receiver had one staging buffer as well;
+- a version: `HeldReceiver` receives the one after the next only when the next is in use, as in the recorded run, whose receiver had one place for staging as well;
 - a decode step: until everything recorded before it has been done.
 Nobody waits for anybody who waits for him: every event waits only for events that came before it in the recorded run.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -58,7 +58,7 @@ class Script(NoTape):
 
     def attach(self, worker: RolloutWorker) -> None:
         worker.leases = ScriptedLeases(self)
-        worker.receiver = HeldReceiver(worker.receiver, self)
+        worker.receiver = cast(Receiver, HeldReceiver(worker.receiver, self))
         if self._statuses is not None:
             worker.rewards = worker.turns.rewards = cast(RewardService, RecordedVerdicts(worker.rewards, self._statuses))
         self._counters = worker.counters  # which training rank 0 adds up at the end
@@ -99,6 +99,10 @@ class Script(NoTape):
         while (call := self._expected(ahead)) is not None and call[0] == self._num_steps and call[1] == ABORT:
             ahead += 1
         return call is not None and call[:3] == (self._num_steps, SWAP, version)
+
+    def swapped(self, version: int) -> None:
+        assert self._engine is not None
+        self._engine.swapped(version)
 
     @property
     def next_version(self) -> int | None:
@@ -160,6 +164,12 @@ class ScriptedEngine(TapedEngine):
             self._held[requests[0].request_id] = requests
             self.add_due()
 
+    def abort(self, request_ids: Iterable[int]) -> None:
+        ids = list(request_ids)
+        for number in ids:
+            self._held.pop(number, None)
+        super().abort(ids)
+
     def add_due(self) -> None:
         """Add what was held back and comes next."""
         while due := [number for number in self._held if self._script.adds_next(number)]:
@@ -186,22 +196,25 @@ class ScriptedLeases(Leases):
         return self._script.next_ticket()
 
 
-class HeldReceiver(Receiver):
-    """Puts off a version that the tape uses later than the one in staging: it would overwrite it."""
+class HeldReceiver:
+    """Puts off a version that the tape uses later than the one in staging: it would take its place. Everything else is the receiver's."""
 
     def __init__(self, receiver: Receiver, script: Script) -> None:
-        super().__init__(receiver.manifest, receiver.network, receiver.device)
-        self._script = script
+        assert receiver.is_staged, "a replay stages: to write over the weights in use would stop decode steps that the tape has before the swap"
+        self._receiver, self._script = receiver, script
         self._announced: deque[Announcement] = deque()
 
     def begin(self, announcement: Announcement) -> None:
         self._announced.append(announcement)
 
-    def poll(self) -> bool:
+    def poll(self, *, busy: bool, hold: bool = False) -> bool:
         wanted = self._script.next_version
-        if self._announced and self._incoming is None and (wanted is None or self._announced[0].version <= wanted):
-            super().begin(self._announced.popleft())
-        return super().poll()
+        while self._announced and (wanted is None or self._announced[0].version <= wanted):
+            self._receiver.begin(self._announced.popleft())
+        return self._receiver.poll(busy=busy, hold=hold)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._receiver, name)
 
 
 @dataclass(slots=True)

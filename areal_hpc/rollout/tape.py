@@ -1,7 +1,7 @@
 """What a generation rank records: every call that changed its engine, in order. The same calls give the same bits, so nothing else is needed to repeat it.
 
-`TapedEngine` stands around the engine, so that no caller can forget to record. The worker holds a `NoTape`, a `Recording` or, in a replay, a `Script`, which decides
-in its place what happens when (script.py).
+`TapedEngine` stands around the engine, so that no caller can forget to record. Only new weights take another way into it (sinks.py): the worker tells of a swap.
+The worker holds a `NoTape`, a `Recording` or, in a replay, a `Script`, which decides in its place what happens when (script.py).
 """
 
 from __future__ import annotations
@@ -73,12 +73,16 @@ class TapedEngine(Engine):
         return self.engine.first_version(request_id)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        ids = sorted(request_ids)
+        ids = sorted(self.engine.running().keys() & set(request_ids))  # whether others, finished ones, are graded yet is timing
         self.engine.abort(ids)
         self._tell(ABORT, 0, len(ids), digest([np.array(ids, np.int64)]))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.engine.update_weights(named_tensors, version)
+        self.swapped(version)
+
+    def swapped(self, version: int) -> None:
+        """The engine has gone over to this version."""
         self.policy_version = version
         self._tell(SWAP, version, 0, 0)
 
@@ -109,6 +113,9 @@ class NoTape:
         """May the engine take this version now?"""
         return True
 
+    def swapped(self, version: int) -> None:
+        """The receiver has brought this version into the engine."""
+
     def step_due(self) -> bool:
         """May the engine decode now?"""
         return True
@@ -131,6 +138,10 @@ class Recording(NoTape):
     def call(self, call: Call) -> None:
         self._writer.add("calls", *call)
         self._writer.flush_when_due()
+
+    def swapped(self, version: int) -> None:
+        assert self._engine is not None
+        self._engine.swapped(version)
 
     def leased(self, grant: Grant) -> None:
         """They do not touch the engine: the row is for readers."""

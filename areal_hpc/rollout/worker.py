@@ -124,6 +124,8 @@ class RolloutWorker:
     def _read(self, message: Message) -> None:
         if message.tag == Tag.VERSION:
             self.receiver.begin(message.body)
+        elif message.tag == Tag.BUCKET:
+            self.receiver.accept(*message.body)
         elif message.tag == Tag.LIMIT:
             self._raise_limit(*message.body)
         elif message.tag == Tag.WANT:
@@ -145,18 +147,20 @@ class RolloutWorker:
 
     def take_new_weights(self) -> None:
         """Confirm what is received; between two steps, swap to it, unless an evaluation needs the weights in use."""
-        if self.receiver.poll():
+        if self.receiver.poll(busy=self.engine.num_running > 0, hold=self.evaluation is not None):
             assert self.receiver.staged is not None
-            self.mailbox.post(self.trainer, Tag.CONFIRM, (self.receiver.staged.version, self.receiver.receive_s))
+            body = (self.receiver.staged.version, self.receiver.receive_s, self.receiver.stage_s, self.receiver.is_staged)
+            self.mailbox.post(self.trainer, Tag.CONFIRM, body)
+        while self.receiver.damaged:
+            self.mailbox.post(self.trainer, Tag.DAMAGED, self.receiver.damaged.pop())
         staged = self.receiver.staged
         if staged is None or staged.version <= self.engine.policy_version or self.evaluation is not None or not self.tape.swap_due(staged.version):
             return
         with self.phases("swap"):
-            paused_at = time.monotonic()
             if staged.final:
                 self._abandon_training()
-            self.engine.update_weights(self.receiver.named_tensors(), staged.version)
-            pause_s = time.monotonic() - paused_at
+            pause_s = self.receiver.swap()
+            self.tape.swapped(staged.version)
         self.mailbox.post(self.trainer, Tag.SWAPPED, (staged.version, pause_s))
         self._raise_limit(staged.version, staged.ticket_limit)
         self._take_up_resumed()
@@ -233,6 +237,10 @@ class RolloutWorker:
 
     def decode_one_step(self) -> None:
         """One token for every running sequence; a turn that ended goes to the reward service."""
+        if self.receiver.holds_decoding:
+            self.phases.enter("swap", "the rest of a version that replaces the weights in use")
+            time.sleep(IDLE_S)
+            return
         if not self.tape.step_due():
             self.phases.enter("gated", "the next call of the tape")
             return

@@ -2,7 +2,7 @@
 
 consumes        groups from its ring lanes; on training rank 0 also CONFIRM, SWAPPED, STARTED, EVALUATED, SAMPLES, SAVED, OBSERVED and ARRIVED messages
 produces        policy versions, checkpoints (saving.py); on training rank 0 the plan of each batch, the ticket limit, the log
-waits for       a complete batch (no collective is open meanwhile); before each push, the confirmation of the one before
+waits for       a complete batch (no collective is open meanwhile); before each push, the confirmation of the one before the last
 unblocked by    the rings of the generation ranks; generation ranks that confirm
 """
 
@@ -71,7 +71,6 @@ class Head:
     _shares: dict[int, list[Share]] = field(default_factory=dict)
     """Evaluations under way: version -> shares received."""
     _num_rejected_told: int = 0
-    _logged_version: int = -1
     _stop_asked_by: str = ""
 
     @property
@@ -88,9 +87,8 @@ class Head:
         for message in self.mailbox.poll():
             self._receive(message)
         self.composer.ledger.oldest_active_version = max(0, self.publisher.oldest_active_version)
-        push = self.publisher.push
-        if push is not None and self.publisher.settled and len(push.pause_s) == self.world.num_generation:
-            self.log_push()
+        self.publisher.excused_s = self.config.transport.data_deadline_s if self.evaluating else 0.0
+        self.log_pushes()
         self.saves.poll()
 
     def begin_save(self, step: int) -> None:
@@ -99,11 +97,9 @@ class Head:
         meta = {"step": step, **self.composer.state(), "tokens_trained": recorder.tokens_trained, "accuracy_before": recorder.accuracy_before}
         self.saves.begin(step, meta | self.data_state | {"elapsed_s": recorder.elapsed_s()})
 
-    def log_push(self) -> None:
-        """Write the latest push, once."""
-        push = self.publisher.push
-        if push is not None and push.version > self._logged_version:
-            self._logged_version = push.version
+    def log_pushes(self, *, final: bool = False) -> None:
+        """Write the pushes that have come to their end."""
+        for push in self.publisher.take_finished(final=final):
             self.recorder.push_settled(push)
 
     def _receive(self, message: Message) -> None:
@@ -196,6 +192,8 @@ class TrainingRank:
     """When the last trajectory arrived, or training rank 0 was last heard."""
     _told_at: float = 0.0
     _told_signal: bool = False
+    _stopped: bool = False
+    """Training rank 0 has seen the run to its end."""
 
     def publish(self, version: int) -> None:
         """Make this version the one that generation ranks use next."""
@@ -203,32 +201,19 @@ class TrainingRank:
         evaluate = version in (0, last) or bool(every and version % every == 0)
         limit = 0
         if self.head is not None:
-            self.publisher.wait_settled(self.pump_and_listen)
-            self.head.log_push()
             if evaluate:
                 self.head.wait(lambda: not self.head.evaluating, self.config.transport.data_deadline_s, lambda: "the evaluation before")  # type: ignore[union-attr]
                 self.head.expect_evaluation(version)
             limit = self.head.composer.ledger.limit
-        with self.phases("push_wait"):
-            self._meet(f"training rank 0, before the push of version {version}")
-        shards = ((shard.name, shard.local) for shard in self.trainer.named_shards())
-        self.publisher.publish(shards, version, limit, evaluate=evaluate, final=version == last)
-
-    def _meet(self, whom: str) -> None:
-        """Until all training ranks are here. Rank 0 may wait long for confirmations or an evaluation: the others must not sit in a collective meanwhile."""
-        deadline_s = self.config.transport.data_deadline_s + self.config.transport.push_deadline_s
-        request, stop_at = self.world.role_comm.Ibarrier(), time.monotonic() + deadline_s
-        while not request.Test():
-            self.phases.alive(whom)
-            if time.monotonic() > stop_at:
-                raise TimeoutError(f"waited {deadline_s:g} s for {whom}")
-            time.sleep(POLL_S)
+        all_roots = self.config.transport.push == "all-roots"
+        rows = ((shard.name, shard.local) for shard in self.trainer.named_shards()) if all_roots else self.trainer.full_state()
+        self.publisher.publish(rows, version, limit, evaluate=evaluate, final=version == last, pump=self.pump_and_listen)
 
     def pump_and_listen(self) -> None:
         """A rank that does not confirm may be dead."""
-        assert self.head is not None
+        if self.head is None:
+            return
         self.head.pump()
-        self.phases.alive(self.publisher.waits_for)
         self.collector.check_producers()
 
     def begin_save(self, step: int) -> None:
@@ -317,12 +302,17 @@ class TrainingRank:
         if self.stop.requested and not self._told_signal:
             self._told_signal = True
             self.mailbox.post(self.world.training_ranks[0], Tag.SIGNALLED, self.stop.signal_name)
-        for message in self.mailbox.poll():
+        found: Decision | None = None
+        for message in self.mailbox.poll():  # all of them: behind the decision to stop there may be STOP, or a bucket to send once more
+            if self.publisher.receive(message):
+                continue
+            if message.tag == Tag.STOP:
+                self._stopped = True
+                continue
             assert message.tag == Tag.PLAN, f"unexpected {message.tag.name} message"
             self._progress_at = time.monotonic()
-            if message.body is not None:
-                return message.body
-        return None
+            found = message.body if message.body is not None else found
+        return found
 
     def _what_is_missing(self) -> str:
         if self.head is None:
@@ -333,7 +323,9 @@ class TrainingRank:
     def wait_for_stop(self, deadline_s: float) -> None:
         """Until training rank 0 has seen the run to its end: asleep, not in a collective. Raises TimeoutError."""
         stop_at = time.monotonic() + deadline_s
-        while not any(message.tag == Tag.STOP for message in self.mailbox.poll()):
+        while not self._stopped:
+            for message in self.mailbox.poll():
+                self._stopped |= not self.publisher.receive(message) and message.tag == Tag.STOP
             if time.monotonic() > stop_at:
                 raise TimeoutError(f"waited {deadline_s:g} s for training rank 0 to end the run")
             self.phases.alive("training rank 0 to end the run")
@@ -405,7 +397,7 @@ def end_run(rank: TrainingRank, *, finished: bool) -> dict:
     rank.publisher.wait_settled(rank.pump_and_listen)
     if finished:
         head.wait(lambda: not head.evaluating, deadline_s, lambda: "the last evaluation")
-    head.log_push()
+    head.log_pushes(final=True)
     rank.phases.enter("stop")
     others = [r for r in range(rank.world.size) if r != rank.world.world_rank]
     for world_rank in others:

@@ -52,8 +52,8 @@ class Recorder:
     """Seconds of training in the attempts before this one, as far as they count."""
     finals: dict[int, Counter[str]] = field(default_factory=dict)
     """world rank -> counters of its last OBSERVED message."""
-    _step: dict[str, Any] | None = None
-    """Row of the latest step, without what its push still has to tell."""
+    _steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Rows of the latest steps, without what their pushes still have to tell."""
     _seconds: dict[str, float] = field(default_factory=dict)
     _step_began_at: float = 0.0
     _began_at: float = 0.0
@@ -92,7 +92,7 @@ class Recorder:
         wall_s, train_s = now - self._step_began_at, spent["train"] + spent["prox"]
         self._watch_gap(step, stats)
         self._watch_flat(step, table["reward"][graded], plan.advantage_S[trained])
-        self._step = {
+        self._steps[step] = {
             "step": step,
             "policy_version": plan.policy_version + 1,
             "wall_s": wall_s,
@@ -167,10 +167,10 @@ class Recorder:
     def push_settled(self, push: Push) -> None:
         """All ranks have confirmed: the push is written, and the row of the step that made the version."""
         self.log.append("pushes", push.row())
-        if self._step is None:
+        step = self._steps.pop(push.version, None)
+        if step is None:
             return
-        row = self._step | {"push_s": push.pack_s + push.transfer_s, "pause_s": max(push.pause_s.values(), default=0.0)}
-        self._step = None
+        row = step | {"push_s": push.pack_s + push.transfer_s, "pause_s": max(push.pause_s.values(), default=0.0)}
         self.log.append("steps", row)
         self.progress.step(row)
         waiting = row["waiting_groups"]

@@ -6,7 +6,7 @@ the sharded parameters: optimiser, clipping and weight push work on those, which
 
 With `train.replicas` = R > 1 the mesh has two dimensions (HSDP): each of R replicas is cut over T/R ranks, training rank t = replica * T/R + shard; gradients are
 reduced over the shards, then over the replicas. For the weight push each rank hands out a part of its own, chunk `replica` of R of the rows of its shard: every
-row once, from all ranks (`transport.weights.shard_rows`).
+row once, from all ranks (`transport.manifest.shard_rows`).
 
 A single rank in float32 is not wrapped at all: there is nothing to shard, and FSDP's hooks and copies cost 7 to 12 % of forward and backward on a model of
 that size with 1,300 to 2,800 tokens in a micro-batch, 44 % with 280. Names, shapes and results are the same either way, so nothing above this file knows.
@@ -31,7 +31,7 @@ from areal_hpc.config import ConfigError, Train
 from areal_hpc.models import hf
 from areal_hpc.models.decoder import Decoder, DecoderConfig
 from areal_hpc.models.packed import choose_attention
-from areal_hpc.transport.weights import shard_rows
+from areal_hpc.transport.manifest import shard_rows
 
 # Decoder's outputs are views, and nobody changes them in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")

@@ -7,8 +7,11 @@ Who sends what to whom (payload in brackets; G0 and T0 are generation and traini
     VERSION    T0 -> every generation    a push begins [Announcement]
     LIMIT      T0 -> every generation    rejected tickets raised the limit [version, ticket limit]
     STARTED    generation -> T0          first tokens [list of (ticket, start version)]
-    CONFIRM    generation -> T0          a version is received and its checksums are right [version, seconds to receive]
+    CONFIRM    generation -> T0          a version is received and its checksums are right [version, seconds to receive, of which own work, staged or not]
     SWAPPED    generation -> T0          a version is in use [version, pause in seconds]
+    DAMAGED    generation -> T0          the checksum of a bucket is wrong [Damage]
+    RESEND     T0 -> training            send that bucket once more [Damage, world rank of the receiver]
+    BUCKET     training -> generation    it, once more [Damage, bytes]
     EVALUATED  generation -> T0          its share of an evaluation [Share]
     SAMPLES    generation -> T0          answers saved for reading; those of an evaluation before its share [Piece]
     OBSERVED   any -> T0                 phases and counters [dict of arrays]
@@ -50,6 +53,9 @@ class Tag(enum.IntEnum):
     SNAPSHOT = 14
     SAVED = 15
     SIGNALLED = 16
+    DAMAGED = 20
+    RESEND = 21
+    BUCKET = 22
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,14 +167,19 @@ def test_signal_at_one_rank_stops_the_run(base: Config, tmp_path: Path, victim: 
 
 
 PERTURBED = """
-import sys, threading, time
+import copy, sys, threading, time
+
+def changed(weights):
+    other = copy.copy(weights)
+    other.norm = weights.norm * 1.5
+    return other
 
 def perturb():
     while not hasattr(sys.modules.get("areal_hpc.rollout.engines.embedded"), "EmbeddedEngine"):
         time.sleep(0.001)
     engine = sys.modules["areal_hpc.rollout.engines.embedded"].EmbeddedEngine
-    real = engine.update_weights
-    engine.update_weights = lambda self, named, version: real(self, ((name, tensor * 1.5 if "norm" in name else tensor) for name, tensor in named), version)
+    real = engine.swap_weights
+    engine.swap_weights = lambda self, weights, version: real(self, changed(weights), version)
 
 threading.Thread(target=perturb, daemon=True).start()
 """
@@ -183,7 +188,7 @@ threading.Thread(target=perturb, daemon=True).start()
 @pytest.mark.slow
 @pytest.mark.parametrize("perturbed", [True, False])
 def test_engine_with_other_weights_than_the_trainers_is_noticed(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, perturbed: bool) -> None:
-    """An engine that loads something else than what was pushed: its log-probabilities are not the trainer's, and the alarm goes off at the first step."""
+    """An engine that computes with something else than what was pushed: its log-probabilities are not the trainer's, and the alarm goes off at the first step."""
     (tmp_path / "sitecustomize.py").write_text(PERTURBED if perturbed else "")
     (tmp_path / "parity_reward.py").write_text("def grade(problem, text):\n    return float(sum(map(ord, text)) % 2)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

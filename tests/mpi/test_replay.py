@@ -261,6 +261,21 @@ def test_two_training_ranks(base: Config, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("push", "staging"), [("all-roots", "on"), ("single-root", "off")])
+def test_weights_over_the_network(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, push: str, staging: str) -> None:
+    """2 + 2 ranks: swaps are recorded whichever way the weights take, also where they are written over those in use; and another way gives the same bits."""
+    config = jobs.with_ranks(learning(base, tmp_path, monkeypatch), 4, 0.5)
+    transport = replace(config.transport, push=push, push_path="network", staging=staging)
+    config = replace(config, transport=transport, staleness=Staleness(max_staleness=2), train=replace(config.train, num_steps=8))
+    job = disturbed_run(config, tmp_path / "run", seed=3)
+    stored = job.attempt / "config.yaml"
+    for path in ("network", "auto"):
+        stored.write_text(stored.read_text().replace("push_path: network", f"push_path: {path}"))
+        done = replay(job.run_dir, "--level", "full")
+        assert done.returncode == 0 and "equal: 8 steps" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_replay_of_a_run_that_was_killed_or_stopped(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tapes of a killed run end at different moments: the steps that all of them hold are replayed. One that was stopped by a signal is whole."""
     config = learning(base, tmp_path, monkeypatch)

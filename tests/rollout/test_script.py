@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from areal_hpc.rollout.engines.base import Begun, Request
 from areal_hpc.rollout.engines.embedded import EmbeddedEngine
 from areal_hpc.rollout.engines.sampling import stream_key
 from areal_hpc.rollout.evaluate import EVALUATION_IDS
-from areal_hpc.rollout.script import RecordedVerdicts, Script, ScriptedLeases
+from areal_hpc.rollout.script import HeldReceiver, RecordedVerdicts, Script, ScriptedLeases
 from areal_hpc.rollout.tape import FINISH, LEASE, Call, TapedEngine
 from areal_hpc.transport.trajectory import Status
+from areal_hpc.transport.weights import Announcement
 from tests.models.tiny import VOCAB_SIZE, reference_model, weights_of
 from tests.rollout.test_embedded import config_of
 
@@ -173,6 +175,45 @@ def test_other_weights_are_found_at_the_first_answer() -> None:
 
     with pytest.raises(Difference, match="finish ticket 0"):
         go_on()
+
+
+def test_only_what_the_engine_holds_is_aborted() -> None:
+    """An answer that is finished but not graded at the last version may be graded in a replay; one that would have gone on is forgotten where it was held back."""
+    calls = Calls()
+    taped = TapedEngine(engine(), calls)
+    taped.update_weights(WEIGHTS[0].items(), 0)
+    taped.add(requests(0, GROUP_SIZE))
+    taped.step()
+    taped.abort([1, 2, 77])
+    assert calls[-1][3] == 2
+    script = Script(calls.rows(), "rank 0 (generation 0)", GROUP_SIZE, None)
+    scripted = script.engine(engine())
+    scripted.update_weights(WEIGHTS[0].items(), 0)
+    scripted.add(requests(77, 1))
+    scripted.add(requests(0, GROUP_SIZE))
+    scripted.step()
+    scripted.abort([2, 1, 77])
+    assert script.num_left == 0 and script.step_due() and set(scripted.running()) == {0}
+
+
+def test_a_version_waits_until_the_one_before_is_in_use() -> None:
+    """Versions that the tape passes over are received at once; one that it uses later would take the place of one that it uses now."""
+    begun: list[int] = []
+    receiver: Any = SimpleNamespace(is_staged=True, staged=None, begin=lambda announcement: begun.append(announcement.version), poll=lambda **_: False)
+    script: Any = SimpleNamespace(next_version=2)
+    held = HeldReceiver(receiver, script)
+    for version in range(1, 5):
+        held.begin(Announcement(version, 0, (), evaluate=False, final=False))
+    assert not held.poll(busy=False) and begun == [1, 2]
+    receiver.staged = "version 2"
+    assert held.staged == "version 2"
+    script.next_version = 3
+    assert not held.poll(busy=False) and begun == [1, 2, 3]
+    script.next_version = None
+    assert not held.poll(busy=False) and begun == [1, 2, 3, 4]
+    receiver.is_staged = False
+    with pytest.raises(AssertionError, match="a replay stages"):
+        HeldReceiver(receiver, script)
 
 
 def test_recorded_verdicts_come_at_once() -> None:

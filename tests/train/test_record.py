@@ -64,7 +64,7 @@ def test_row_of_a_step_has_every_column():
     plan, groups = composer.compose()
     stats = tiny_trainer().train_batch(local_batch(trajectories(0)))
     recorder.step(1, plan, groups, stats, composer)
-    row = recorder._step
+    (row,) = recorder._steps.values()
     assert (row["filtered"], row["penalised"], row["overlong"], row["trained_tokens"]) == (4, 2, 2, stats.train_tokens)
     assert row["behav_cut_share"] == 0 and math.isnan(row["kl_reference"]) and row["effective_share"] == stats.effective_share
     assert row["mfu"] >= 0 or math.isnan(row["mfu"])

@@ -25,7 +25,7 @@ from torch import Tensor
 from areal_hpc.models.decoder_config import DecoderConfig
 from areal_hpc.rollout.engines import sampling
 from areal_hpc.rollout.engines.base import Begun, Completion, Request
-from areal_hpc.rollout.engines.fused import FusedDecoder
+from areal_hpc.rollout.engines.fused import FusedDecoder, FusedWeights
 
 _NOTHING = Begun(tokens_R=np.empty(0, np.int32), logprobs_R=np.empty(0, np.float32), versions_R=np.empty(0, np.int32))
 
@@ -104,6 +104,7 @@ class EmbeddedEngine:
         self.max_num_running = max_num_running
         self.max_context_tokens = max_context_tokens
         self.policy_version = -1
+        self.is_interrupted = False
         self._kv_on_update = kv_on_update
         self._device = torch.device(device)
         self._is_stop_V = np.zeros(config.vocab_size, bool)
@@ -152,6 +153,7 @@ class EmbeddedEngine:
 
     def step(self) -> list[Completion]:
         """Admit what fits, decode one token of every running sequence, return what finished."""
+        assert not self.is_interrupted, "step() while the weights are being overwritten"
         self._admit()
         if self._num_running == 0:
             return []
@@ -186,8 +188,38 @@ class EmbeddedEngine:
         Every weight must be there once, in any order (Hugging Face names, tied head absent). Raises ValueError naming the first wrong one; then the old
         weights stay in use. With `kv_on_update = "recompute"` the cache of all running sequences is computed anew, as in the paper.
         """
-        self._model.load(named_tensors)
+        self._model.weights.load(named_tensors)
+        self._go_on(version)
+
+    def swap_weights(self, weights: FusedWeights, version: int) -> FusedWeights:
+        """Interrupt: go on with other weights, by a change of pointers; returns those that were in use, whose memory is free now."""
+        used = self._model.weights
+        self._model.use(weights)
+        self._go_on(version)
+        return used
+
+    def new_weights(self, image: Tensor | None = None) -> FusedWeights:
+        """Weights for `swap_weights`, in this image or in memory of their own; undefined until somebody writes them."""
+        in_use = self._model.weights
+        return FusedWeights(in_use.config, in_use.dtype, torch.empty_like(in_use.image) if image is None else image)
+
+    @property
+    def weights(self) -> FusedWeights:
+        """The weights in use."""
+        return self._model.weights
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache."""
+        return self._model.cache_bytes
+
+    def interrupt(self) -> None:
+        """The weights in use are about to be overwritten: `step` refuses until `swap_weights` or `update_weights`."""
+        self.is_interrupted = True
+
+    def _go_on(self, version: int) -> None:
         self.policy_version = version
+        self.is_interrupted = False
         self._spare_prompt = None
         if self._kv_on_update == "recompute" and self._num_running:
             table = self._table
@@ -195,8 +227,8 @@ class EmbeddedEngine:
             self._model.prefill(sequences, [[slot] for slot in range(self._num_running)])
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights in use under their Hugging Face names, bit-equal to what `update_weights` was given (after the cast to the engine's type)."""
-        return self._model.named_weights()
+        """The weights in use under their Hugging Face names, bit-equal to what the engine was given (after the cast to its type)."""
+        return self._model.weights.named_weights()
 
     def _admit(self) -> None:
         """Consumes waiting requests; produces running ones whose cache holds all but the last of their tokens."""

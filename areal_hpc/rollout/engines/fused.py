@@ -12,6 +12,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from torch.nn import functional as F
 from areal_hpc.models.decoder import inverse_frequencies, rms_norm
 from areal_hpc.models.decoder_config import DecoderConfig
 from areal_hpc.models.packed import AttentionLayout, causal_attention
+from areal_hpc.transport.images import ImageLayout, Place
+from areal_hpc.transport.manifest import aligned
 
 PREFILL_TOKENS = 8192  # packed tokens computed at a time, so that re-computing many long contexts needs no more memory than one
 
@@ -45,58 +48,85 @@ class FusedLayer:
     norm_2: Tensor
 
 
-class FusedDecoder:
-    """Weights and cache of the embedded engine. Weights are undefined until `load`. All methods run under `torch.inference_mode`."""
+class FusedWeights:
+    """The weights of the engine: views of one flat piece of memory, the image, whose layout depends on the model and the type alone.
 
-    def __init__(self, config: DecoderConfig, *, num_slots: int, max_context_tokens: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        self.config = config
+    Undefined until loaded, or until something else writes the image (`transport.images`).
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, image: Tensor) -> None:
+        """`image`: uint8 [layout(config, dtype).num_bytes], or on the meta device to know the layout."""
+        self.config, self.image = config, image
+        self.dtype, self._used_bytes = dtype, 0
+        self.places: dict[str, Place] = {}
         self._views: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
-        c, options = config, {"device": device, "dtype": dtype}
-        self._embed = self._own("model.embed_tokens.weight", torch.empty(c.vocab_size, c.hidden_size, **options))  # type: ignore[call-overload]
-        self._layers = [self._make_layer(f"model.layers.{k}.", options) for k in range(c.num_hidden_layers)]
-        self._norm = self._own("model.norm.weight", torch.empty(c.hidden_size, **options))  # type: ignore[call-overload]
-        self._head = self._embed if c.tie_word_embeddings else self._own("lm_head.weight", torch.empty_like(self._embed))
-        cache_shape = (c.num_hidden_layers, 2, num_slots, c.num_key_value_heads, max_context_tokens, c.head_dim)
-        self._cache = torch.zeros(cache_shape, **options)  # type: ignore[call-overload] # finite from the start: masked places are multiplied by 0
-        self._places_T = torch.arange(max_context_tokens, device=device)
-        angles_TE = self._places_T[:, None].float() * inverse_frequencies(c, device)
-        self._rotations_TE = torch.polar(torch.ones_like(angles_TE), angles_TE)
-        self._slots = torch.arange(num_slots, device=device)
+        c = config
+        self.embed = self._own("model.embed_tokens.weight", self._take(c.vocab_size, c.hidden_size))
+        self.layers = [self._make_layer(f"model.layers.{k}.") for k in range(c.num_hidden_layers)]
+        self.norm = self._own("model.norm.weight", self._take(c.hidden_size))
+        self.head = self.embed if c.tie_word_embeddings else self._own("lm_head.weight", self._take(c.vocab_size, c.hidden_size))
 
-    def _own(self, name: str, view: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Register a view of our memory as the home of the weight `name`, whose Hugging Face shape may be flatter than the view's."""
-        self._views[name] = (view, shape or tuple(view.shape))
+    @classmethod
+    def layout(cls, config: DecoderConfig, dtype: torch.dtype) -> ImageLayout:
+        return ImageLayout.of(cls(config, dtype, torch.empty(0, dtype=torch.uint8, device="meta")).places)
+
+    def _take(self, *shape: int) -> Tensor:
+        """The next tensor of the image."""
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        start, self._used_bytes = self._used_bytes, self._used_bytes + aligned(num_bytes)
+        if self.image.is_meta:
+            tensor = torch.empty(shape, dtype=self.dtype, device="meta")
+        else:
+            tensor = self.image[start : start + num_bytes].view(self.dtype).view(shape)
+        self._start = start
+        return tensor
+
+    def _own(self, name: str, view: Tensor, shape: tuple[int, ...] | None = None, *, offset: int | None = None, interleave: int = 0) -> Tensor:
+        """Register a view of the image as the home of the weight `name`, whose Hugging Face shape may be flatter than the view's.
+
+        `offset`: bytes from the start of the image; the tensor taken last, if not given.
+        """
+        full = shape or tuple(view.shape)
+        self._views[name] = (view, full)
+        self.places[name] = Place(self._start if offset is None else offset, full[0], math.prod(full[1:]), self.dtype, interleave)
         return view
 
-    def _make_layer(self, prefix: str, options: dict) -> FusedLayer:
+    def _make_layer(self, prefix: str) -> FusedLayer:
         c = self.config
         head_dim, width_q, width_kv = c.head_dim, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        qkv = torch.empty(width_q + 2 * width_kv, c.hidden_size, **options)
-        qkv_bias = torch.empty(width_q + 2 * width_kv, **options) if c.attention_bias else None
-        for fused, kind in ((qkv, "weight"), (qkv_bias, "bias")):
-            if fused is None:
-                continue
-            for part, name in zip(fused.split([width_q, width_kv, width_kv]), "qkv", strict=True):
-                view = part if name == "v" else part.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2)  # ours: pairs; Hugging Face's: halves
-                self._own(f"{prefix}self_attn.{name}_proj.{kind}", view, tuple(part.shape))
-        gate_up = torch.empty(2 * c.intermediate_size, c.hidden_size, **options)
-        for part, name in zip(gate_up.chunk(2), ("gate", "up"), strict=True):
-            self._own(f"{prefix}mlp.{name}_proj.weight", part)
-        head_norms = torch.empty(2, head_dim, **options) if c.qk_norm else (None, None)
-        for norm, name in zip(head_norms, "qk", strict=True):
-            if norm is not None:
-                self._own(f"{prefix}self_attn.{name}_norm.weight", norm.unflatten(0, (-1, 2)).transpose(0, 1), (head_dim,))
+        qkv, bias = self._take(width_q + 2 * width_kv, c.hidden_size), None
+        self._own_qkv(prefix, "weight", qkv)
+        if c.attention_bias:
+            bias = self._take(width_q + 2 * width_kv)
+            self._own_qkv(prefix, "bias", bias)
+        gate_up = self._take(2 * c.intermediate_size, c.hidden_size)
+        for k, (part, name) in enumerate(zip(gate_up.chunk(2), ("gate", "up"), strict=True)):
+            self._own(f"{prefix}mlp.{name}_proj.weight", part, offset=self._start + k * part.numel() * self.dtype.itemsize)
+        norms: list[Tensor | None] = [None, None]
+        for k, name in enumerate("qk" if c.qk_norm else ""):
+            norm = norms[k] = self._take(head_dim)
+            self._own(f"{prefix}self_attn.{name}_norm.weight", norm.unflatten(0, (-1, 2)).transpose(0, 1), (head_dim,), interleave=head_dim)
         return FusedLayer(
             qkv=qkv,
-            qkv_bias=qkv_bias,
-            q_norm=head_norms[0],
-            k_norm=head_norms[1],
-            out=self._own(f"{prefix}self_attn.o_proj.weight", torch.empty(c.hidden_size, width_q, **options)),
+            qkv_bias=bias,
+            q_norm=norms[0],
+            k_norm=norms[1],
+            out=self._own(f"{prefix}self_attn.o_proj.weight", self._take(c.hidden_size, width_q)),
             gate_up=gate_up,
-            down=self._own(f"{prefix}mlp.down_proj.weight", torch.empty(c.hidden_size, c.intermediate_size, **options)),
-            norm_1=self._own(f"{prefix}input_layernorm.weight", torch.empty(c.hidden_size, **options)),
-            norm_2=self._own(f"{prefix}post_attention_layernorm.weight", torch.empty(c.hidden_size, **options)),
+            down=self._own(f"{prefix}mlp.down_proj.weight", self._take(c.hidden_size, c.intermediate_size)),
+            norm_1=self._own(f"{prefix}input_layernorm.weight", self._take(c.hidden_size)),
+            norm_2=self._own(f"{prefix}post_attention_layernorm.weight", self._take(c.hidden_size)),
         )
+
+    def _own_qkv(self, prefix: str, kind: str, fused: Tensor) -> None:
+        """Query, key and value rows of one tensor; ours hold rotated pairs side by side, Hugging Face's the two halves of a head."""
+        c, offset = self.config, self._start
+        widths = [c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.num_key_value_heads * c.head_dim]
+        for part, name in zip(fused.split(widths), "qkv", strict=True):
+            view = part if name == "v" else part.unflatten(0, (-1, c.head_dim // 2, 2)).transpose(1, 2)
+            interleave = 0 if name == "v" else c.head_dim
+            self._own(f"{prefix}self_attn.{name}_proj.{kind}", view, tuple(part.shape), offset=offset, interleave=interleave)
+            offset += part.numel() * self.dtype.itemsize
 
     @torch.inference_mode()
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -117,9 +147,34 @@ class FusedDecoder:
             view.copy_(tensors[name].reshape(view.shape))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the weights in use; a copy where our layout differs."""
+        """(Hugging Face name, tensor); a copy where our layout differs."""
         for name, (view, shape) in self._views.items():
             yield name, view.reshape(shape)
+
+
+class FusedDecoder:
+    """The embedded engine's model: weights, which can be exchanged between two steps, and cache. All methods run under `torch.inference_mode`."""
+
+    def __init__(self, config: DecoderConfig, *, num_slots: int, max_context_tokens: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.config = config
+        c, options = config, {"device": device, "dtype": dtype}
+        self.use(FusedWeights(c, dtype, torch.empty(FusedWeights.layout(c, dtype).num_bytes, dtype=torch.uint8, device=device)))
+        cache_shape = (c.num_hidden_layers, 2, num_slots, c.num_key_value_heads, max_context_tokens, c.head_dim)
+        self._cache = torch.zeros(cache_shape, **options)  # type: ignore[call-overload] # finite from the start: masked places are multiplied by 0
+        self._places_T = torch.arange(max_context_tokens, device=device)
+        angles_TE = self._places_T[:, None].float() * inverse_frequencies(c, device)
+        self._rotations_TE = torch.polar(torch.ones_like(angles_TE), angles_TE)
+        self._slots = torch.arange(num_slots, device=device)
+
+    def use(self, weights: FusedWeights) -> None:
+        """Compute with these weights from now on."""
+        self.weights = weights
+        self._embed, self._layers, self._norm, self._head = weights.embed, weights.layers, weights.norm, weights.head
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache."""
+        return self._cache.numel() * self._cache.element_size()
 
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` cached places of a slot over another's."""
