@@ -365,7 +365,8 @@ def open_head(
     if restart is not None:
         composer.restore(restart.meta, restart.cut)
         recorder.tokens_trained, recorder.accuracy_before = restart.meta["tokens_trained"], restart.meta["accuracy_before"]
-        recorder.earlier_s, saves.newest = restart.meta["elapsed_s"], restart.meta["step"]
+        recorder.earlier_s = restart.meta["elapsed_s"]
+        recorder.logged_step = saves.newest = restart.meta["step"]
         text = f"goes on from step {restart.meta['step']}: {restart.cut.num_finished} groups waiting, {restart.cut.num_unfinished} on their way"
         say("resume", text + (f"; {restart.cut.num_duplicates} duplicates left out" if restart.cut.num_duplicates else ""))
     data_state = {

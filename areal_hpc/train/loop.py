@@ -88,8 +88,8 @@ class Head:
             self._receive(message)
         self.composer.ledger.oldest_active_version = max(0, self.publisher.oldest_active_version)
         self.publisher.excused_s = self.config.transport.data_deadline_s if self.evaluating else 0.0
-        self.log_pushes()
-        self.saves.poll()
+        self.log_pushes(final=self.saves.all_written)
+        self.saves.poll(is_logged=self.recorder.logged_step >= self.saves.step)
 
     def begin_save(self, step: int) -> None:
         """The cut of training rank 0, before anything of the next step happens."""
@@ -98,7 +98,7 @@ class Head:
         self.saves.begin(step, meta | self.data_state | {"elapsed_s": recorder.elapsed_s()})
 
     def log_pushes(self, *, final: bool = False) -> None:
-        """Write the pushes that have come to their end."""
+        """Write the pushes that have come to their end, and the rows of the steps that made their versions. `final`: without waiting for how long ranks paused."""
         for push in self.publisher.take_finished(final=final):
             self.recorder.push_settled(push)
 

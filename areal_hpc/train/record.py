@@ -48,6 +48,8 @@ class Recorder:
     evaluations: list[Evaluation] = field(default_factory=list)
     accuracy_before: float | None = None
     """Of the first evaluation of the run, in whichever attempt."""
+    logged_step: int = 0
+    """The row of this step, and so of all before it, is in the log."""
     earlier_s: float = 0.0
     """Seconds of training in the attempts before this one, as far as they count."""
     finals: dict[int, Counter[str]] = field(default_factory=dict)
@@ -172,6 +174,7 @@ class Recorder:
             return
         row = step | {"push_s": push.pack_s + push.transfer_s, "pause_s": max(push.pause_s.values(), default=0.0)}
         self.log.append("steps", row)
+        self.logged_step = push.version
         self.progress.step(row)
         waiting = row["waiting_groups"]
         now = {"rank": self.world.world_rank, "role": 1, "time_s": time.monotonic(), "running": 0, "waiting": waiting, "rss_bytes": resident_bytes()}

@@ -152,6 +152,16 @@ class Saves:
         """The one under way has been given up; whoever still works on it has not answered."""
         return self._overdue
 
+    @property
+    def step(self) -> int:
+        """That of the checkpoint under way."""
+        return self._step
+
+    @property
+    def all_written(self) -> bool:
+        """Every rank has done its share of the one under way."""
+        return self._under_way and len(self._reports) == self.world.size
+
     def is_due(self, step: int) -> bool:
         """Will there be a checkpoint after this step? Decided before the step, for all training ranks; true: its folder is there, `begin` has to follow."""
         every = self.config.checkpoint.every
@@ -193,19 +203,22 @@ class Saves:
         assert self._under_way and saved.step == self._step, f"{self.world.name_of(world_rank)} saved step {saved.step} out of turn"
         self._reports[world_rank] = saved
 
-    def poll(self) -> None:
-        """Go on with the checkpoint under way. Never blocks."""
+    def poll(self, *, is_logged: bool = True) -> None:
+        """Go on with the checkpoint under way. Never blocks.
+
+        `is_logged`: the log has the rows of all steps up to it. It is not complete before: a run that goes on from it writes the rows of later steps only.
+        """
         if not self._under_way:
             return
         late_s = time.monotonic() - self._began_at - self.config.checkpoint.deadline_s
-        if self._finishing is None and len(self._reports) == self.world.size:
+        if self._finishing is None and self.all_written and (is_logged or self._overdue):
             self._finishing = self._pool.submit(self._finish, self._why_not())
         if self._finishing is not None and self._finishing.done():
             self._end(self._finishing)
         elif late_s > 0 and not self._overdue:
             self._overdue = True
             late = [self.world.full_name_of(rank) for rank in range(self.world.size) if rank not in self._reports]
-            self._trouble("failed", self._step, f"not written within {self.config.checkpoint.deadline_s:g} s by {', '.join(late) or 'the disk'}")
+            self._trouble("failed", self._step, f"not written within {self.config.checkpoint.deadline_s:g} s by {', '.join(late) or ('the disk' if is_logged else 'the log')}")
 
     def _why_not(self) -> str:
         """Why the checkpoint cannot be completed though every rank has answered; empty if it can."""
