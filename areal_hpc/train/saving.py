@@ -217,8 +217,8 @@ class Saves:
             self._end(self._finishing)
         elif late_s > 0 and not self._overdue:
             self._overdue = True
-            late = [self.world.full_name_of(rank) for rank in range(self.world.size) if rank not in self._reports]
-            self._trouble("failed", self._step, f"not written within {self.config.checkpoint.deadline_s:g} s by {', '.join(late) or ('the disk' if is_logged else 'the log')}")
+            late = [self.world.full_name_of(rank) for rank in range(self.world.size) if rank not in self._reports] or ["the disk" if is_logged else "the log"]
+            self._trouble("failed", self._step, f"not written within {self.config.checkpoint.deadline_s:g} s by {', '.join(late)}")
 
     def _why_not(self) -> str:
         """Why the checkpoint cannot be completed though every rank has answered; empty if it can."""
