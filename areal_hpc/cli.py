@@ -6,6 +6,7 @@ Exit status: 0 done; 2 the configuration or data is wrong (one line, no tracebac
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,13 +18,15 @@ from areal_hpc.config import Config, ConfigError, check
 USAGE = """usage: areal-hpc COMMAND ...
 
   run RECIPE [--section.option value ...]   train; under srun or mpiexec be one rank, otherwise start the ranks here
-                                            --print-config shows the result and stops, --config FILE.yaml overrides many options
+                                            --print-config shows the result and stops, --check checks it and the data and stops, --config FILE.yaml overrides many options
   report RUN                                tables, plots and saved answers of a run, in RUN/report
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
   grade FILE.jsonl [--reward.option ...]    rewards of gold/answer pairs or programs, one JSON object per line; - reads standard input
                                             --skip-invalid reports lines that are not JSON instead of stopping
   export CHECKPOINT DIR                     a checkpoint in Hugging Face format
+  submit RECIPE [--nodes N ...] [options]   the same as a Slurm job through submitit; --dry-run prints the script, --test-only asks Slurm about it, --help
+  doctor [--json]                           what this machine has, each with a verdict and a mend; under srun or mpiexec: between the ranks
   recipes                                   the recipes there are
 
 areal-hpc run RECIPE --help lists all options with their meaning.
@@ -33,10 +36,10 @@ areal-hpc run RECIPE --help lists all options with their meaning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"run": run, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes}
+    commands = {"run": run, "report": report, "eval": evaluate, "grade": grade, "export": export, "submit": submit, "doctor": doctor, "recipes": recipes}
     try:
         asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
-        if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2)):
+        if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2) and args[0] != "submit"):
             print(USAGE, end="")
             return 0 if args else 2
         if args[0] in ("-V", "--version"):
@@ -51,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+SLURM_PATIENCE_S = 3.0
+"""Before a rank of a job step leaves for a mistake that all ranks find: at the first one that leaves Slurm kills the others, and reports that instead of status 2."""
 
 
 def configure(args: list[str], command: str) -> tuple[Config, list[str]]:
@@ -70,7 +77,7 @@ def configure(args: list[str], command: str) -> tuple[Config, list[str]]:
             if not value or value.startswith("--"):
                 raise ConfigError("--config needs a file: --config FILE.yaml")
             base = load_yaml(value, base)
-        elif name == "--print-config":
+        elif name in ("--print-config", "--check"):
             flags.append(name)
         else:
             options.append(argument)
@@ -88,7 +95,10 @@ def run(args: list[str]) -> int:
             return _be_rank(args)
         except ConfigError as error:  # every rank finds the same mistake before MPI starts: one of them says it
             if world_rank_hint() == 0:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            if "SLURM_STEP_ID" in os.environ:
+                time.sleep(SLURM_PATIENCE_S)
+                os._exit(2)  # mpi4py would turn the status into an abort, with lines of its own
             return 2
     config, flags = configure(args, "run")
     check(config)
@@ -97,9 +107,12 @@ def run(args: list[str]) -> int:
 
         print(as_yaml(config), end="")
         return 0
-    from areal_hpc.validate import check_inputs
+    from areal_hpc.validate import check_inputs, check_shm
 
     check_inputs(config)
+    if "--check" in flags:
+        return 0
+    check_shm(config)
     given = {argument.split("=")[0] for argument in args}
     if "--config" in given and not given & {"--run-dir", "--run_dir"} and (Path(config.run_dir) / "attempt-1").exists():
         print(f"run_dir={config.run_dir} of the --config file holds its own run; this one goes to a new folder")
@@ -114,8 +127,6 @@ def with_run_dir(config: Config) -> Config:
 
 
 def _be_rank(args: list[str]) -> int:
-    import os
-
     config, _ = configure(args, "run")
     check(config)
     from areal_hpc.run import agree_on_attempt, run_rank
@@ -254,6 +265,20 @@ def export(args: list[str]) -> int:
     export_checkpoint(source, out)
     print(f"exported {source} to {out}")
     return 0
+
+
+def submit(args: list[str]) -> int:
+    """Submit a run as a Slurm job, or print what would be submitted."""
+    from areal_hpc.launch.slurm import main as submit_main
+
+    return submit_main(args, configure)
+
+
+def doctor(args: list[str]) -> int:
+    """Check this machine, or the ranks that were started."""
+    from areal_hpc.doctor import main as doctor_main
+
+    return doctor_main(args)
 
 
 def recipes(args: list[str]) -> int:

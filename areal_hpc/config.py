@@ -309,6 +309,12 @@ class Transport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Walltime:
+    stop_before_s: float = 300.0
+    """Seconds kept free before the batch job ends, besides the longest step, for the last checkpoint; a tenth of its time at most. 0: stop at signals only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     recipe: str = "laptop"
     """Name of the recipe this configuration came from."""
@@ -329,6 +335,7 @@ class Config:
     reward: Reward = field(default_factory=Reward)
     evaluation: Evaluation = field(default_factory=Evaluation)
     transport: Transport = field(default_factory=Transport)
+    walltime: Walltime = field(default_factory=Walltime)
 
     @property
     def groups_per_batch(self) -> int:
@@ -453,6 +460,7 @@ def _check_positive(section: str, part: object) -> None:
         "overlong_buffer",
         "final_lr_share",
         "logprob_alarm",
+        "stop_before_s",
     }
     any_sign = {"right", "wrong", "seed", "warmstart_seed", "max_staleness"}
     for item in dataclasses.fields(part):  # type: ignore[arg-type]

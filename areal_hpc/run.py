@@ -13,11 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from areal_hpc import groups, guard, topology
+from areal_hpc import cluster, fence, groups, guard, topology
+from areal_hpc.checks import cache_dir, check_start
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import save_yaml
 from areal_hpc.data.datasets import Problems, load_problems
 from areal_hpc.data.prompts import Prompts
+from areal_hpc.launch.local import world_rank_hint
 from areal_hpc.models import hf
 from areal_hpc.models.flops import attention_crossover_tokens
 from areal_hpc.models.tokenizer import Tokenizer
@@ -43,6 +45,7 @@ from areal_hpc.transport.lanes import open_incoming, open_outgoing
 from areal_hpc.transport.messages import Mailbox
 from areal_hpc.transport.weights import Manifest, Network, Receiver, Sender
 from areal_hpc.validate import model_folder
+from areal_hpc.walltime import Walltime
 
 UNBOUNDED_HELD = 2**31
 """Groups a training rank may hold when the gate bounds them anyway."""
@@ -51,12 +54,16 @@ UNBOUNDED_HELD = 2**31
 def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
     """Be one rank of the job. `config` has passed `check`; ends the process."""
     rewards = RewardService.start()  # before MPI: a process started afterwards can upset the interconnect
+    end = cluster.end_time() if world_rank_hint() == 0 else None  # also a process
     torch.set_num_threads(config.topology.threads_per_rank)
     with guard.AbortGuard(attempt_dir) as abort:
         world = topology.join(config)
         abort.name = world.name()
         stop = StopFlag()
         stop.install()
+        fence.watch(attempt_dir.parent, cluster.Incarnation.mine(), world.name())
+        walltime = Walltime(world.comm.bcast(end, root=0), config.walltime.stop_before_s)
+        check_start(config, world, attempt_dir, cache_dir(), walltime.end)
         phases = Phases(world.world_rank, world.role, clock=world.clock)
         connection = groups.connect(world, config.device, config.transport.start_deadline_s)
         problems = load_problems(config.data)
@@ -68,7 +75,7 @@ def run_rank(config: Config, attempt_dir: Path) -> NoReturn:
             generate(config, world, connection, problems, model_dir, rewards, phases)
         else:
             rewards.close()
-            status, summary = train(config, world, connection, problems, model_dir, attempt_dir, phases, stop)
+            status, summary = train(config, world, connection, problems, model_dir, attempt_dir, phases, stop, walltime)
         rewards.close()
         world.barrier(config.transport.data_deadline_s, "end")
         status = world.control.bcast(status, root=world.training_ranks[0])
@@ -81,9 +88,11 @@ def agree_on_attempt(config: Config) -> Path:
 
     from areal_hpc.launch.local import create_run_dir
 
+    topology.check_size(MPI.COMM_WORLD.size)  # before each of N worlds of size 1 makes the folder
     made: Path | ConfigError | None = None
     if MPI.COMM_WORLD.rank == 0:
         try:
+            fence.claim(Path(config.run_dir))
             made = create_run_dir(config)
         except ConfigError as error:
             made = error
@@ -112,11 +121,6 @@ def prepare_model(config: Config, world: World) -> Path:
     if not found.is_dir():
         raise ConfigError(f"the small model is in {found}, which host {world.host} does not see; set AREAL_HPC_CACHE to a folder that all nodes share")
     return found
-
-
-def cache_dir() -> Path:
-    """AREAL_HPC_CACHE, or ~/.cache/areal_hpc."""
-    return Path(os.environ.get("AREAL_HPC_CACHE") or Path.home() / ".cache" / "areal_hpc")
 
 
 def patient_bcast(world: World, text: str, deadline_s: float) -> str:
@@ -175,6 +179,7 @@ def train(
     attempt_dir: Path,
     phases: Phases,
     stop: StopFlag,
+    walltime: Walltime,
 ) -> tuple[int, dict]:
     """A training rank. Returns the exit status and, on training rank 0, the summary for exit.json."""
     decoder_config = hf.load_config(model_dir)
@@ -192,7 +197,7 @@ def train(
     held = UNBOUNDED_HELD if config.staleness.max_staleness != "inf" else 2 * config.groups_per_batch
     collector = Collector(world.role_rank, lanes, max_held=held)
     composer = Composer(config, world.num_training, attention_crossover_tokens(decoder_config))
-    head = open_head(config, world, mailbox, publisher, composer, attempt_dir, phases, problems, stop) if world.is_first_trainer else None
+    head = open_head(config, world, mailbox, publisher, composer, attempt_dir, phases, problems, stop, walltime) if world.is_first_trainer else None
     rank = TrainingRank(config, world, trainer, collector, publisher, mailbox, phases, head)
     tokenizer_files = hf.tokenizer_files(model_dir)
 
@@ -229,6 +234,7 @@ def open_head(
     phases: Phases,
     problems: Problems,
     stop: StopFlag,
+    walltime: Walltime,
 ) -> Head:
     """The log and the progress display of training rank 0."""
     save_yaml(config, attempt_dir / "config.yaml")
@@ -242,11 +248,11 @@ def open_head(
     }
     log = Log.create(attempt_dir / "log.h5", attributes, clock=time.monotonic)
     mode = os.environ.get("AREAL_HPC_PROGRESS", "lines")
-    progress = Progress(config.train.num_steps, "live" if mode == "live" else "none" if mode == "none" else "lines")
+    progress = Progress(config.train.num_steps, "live" if mode == "live" else "none" if mode == "none" else "lines", walltime=walltime)
     recorder = Recorder(config, world, log, progress, phases, SavedAnswers(config, problems, attempt_dir / samples.FOLDER))
     progress.message(f"{world.num_generation} generation + {world.num_training} training ranks")
     for line in problems.report.lines():
         progress.message(line)
     progress.message(f"{len(problems.train)} training and {len(problems.heldout)} held-out problems")
     sources = [source_of(problem) for problem in problems.heldout]
-    return Head(config, world, mailbox, publisher, composer, recorder, stop_requested=lambda: stop.requested, heldout_sources=sources)
+    return Head(config, world, mailbox, publisher, composer, recorder, stop_requested=lambda: walltime.ask(stop), heldout_sources=sources)

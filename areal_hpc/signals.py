@@ -20,6 +20,11 @@ class StopFlag:
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+    def request(self, why: str) -> None:
+        """The same without a signal; the first reason stands."""
+        if not self.requested:
+            self.requested, self.signal_name = True, why
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self.signal_name = signal.Signals(number).name
