@@ -46,11 +46,10 @@ python=$VENV/bin/python
 {
     echo "first hour of areal-hpc, job $SLURM_JOB_ID, $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), $(date)"
     cat "$logs/environment.txt"
-    part 120 "this node" "$python" -m areal_hpc doctor
+    part 120 "this node, with a ring" "$python" -m areal_hpc doctor
     part 300 "all ranks" "${launch[@]}" "$python" -m mpi4py -m areal_hpc doctor
     part 300 "two ranks on one node" "${launch[@]}" --nodes=1 --ntasks=2 --ntasks-per-node=2 "$python" -m mpi4py -m areal_hpc doctor
     part 300 "two ranks on two nodes" "${launch[@]}" --nodes=2 --ntasks=2 --ntasks-per-node=1 "$python" -m mpi4py -m areal_hpc doctor
-    part 300 "ring (benchmarks/ring.py)" srun --nodes=1 --ntasks=1 --cpus-per-task=2 "$python" "$root/benchmarks/ring.py" --seconds 0.1 --repeats 2 --no-cpp
     mkdir -p "$logs/push"
     part 300 "weight push into empty engines" "${launch[@]}" --nodes=2 --ntasks=4 --ntasks-per-node=2 "$python" -m mpi4py "$root/tests/mpi/push_worker.py" ok 0.5 "$logs/push"
     part 900 "training, 3 steps" "${launch[@]}" "$python" -m mpi4py -m areal_hpc run smoke --run-dir "$RUN/smoke" --train.num-steps 3 --train.batch-size 64 "$@"

@@ -221,4 +221,4 @@ def test_first_hour(slurm: Slurm, tmp_path: Path) -> None:
     status = job.finish(patience_s=600)
     report = (tmp_path / f"first-hour-{job.job_id}.txt").read_text()
     summary = report.partition("=== summary\n")[2].splitlines()
-    assert status == 0 and len(summary) == 7 and all(line.endswith("  ok") for line in summary), report
+    assert status == 0 and len(summary) == 6 and all(line.endswith("  ok") for line in summary), report
