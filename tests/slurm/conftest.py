@@ -13,8 +13,17 @@ import pytest
 from tests.slurm.batch import Slurm, free_network
 
 
+@pytest.fixture
+def slurm(cluster_of_tests: Slurm) -> Iterator[Slurm]:
+    """The cluster; what a test leaves in its queue is cancelled."""
+    yield cluster_of_tests
+    for job_id in cluster_of_tests.jobs:
+        cluster_of_tests.run(["scancel", "--quiet", str(job_id)])
+    cluster_of_tests.jobs.clear()
+
+
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[Slurm]:
+def cluster_of_tests() -> Iterator[Slurm]:
     if os.geteuid() != 0:
         pytest.skip("needs root: virtual nodes are network namespaces")
     if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
