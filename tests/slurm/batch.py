@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "slurm"
 CLUSTER = Path(__file__).with_name("slurm-cluster")
 PATIENCE_S = 300.0
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+"""States that a job stays in. NODE_FAIL and PREEMPTED are none: these jobs are started again; others pass, such as SIGNALING."""
 
 
 @dataclass
@@ -61,7 +63,7 @@ class BatchJob:
     def finish(self, patience_s: float = PATIENCE_S) -> int:
         """Wait for the end; exit status of the batch script."""
         stop_at = time.monotonic() + patience_s
-        while (shown := self.show())["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "REQUEUED"):
+        while (shown := self.show())["JobState"] not in ENDED:
             assert time.monotonic() < stop_at, f"{shown['JobState']} {shown.get('Reason')}\n{self.output()}"
             time.sleep(0.3)
         return int(shown["ExitCode"].partition(":")[0])
@@ -70,8 +72,8 @@ class BatchJob:
         """Until the job has said so."""
         stop_at = time.monotonic() + patience_s
         while text not in self.output():
-            over = self.show()["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
-            assert text in self.output() or not (over or time.monotonic() > stop_at), self.output()
+            state = self.show()["JobState"]
+            assert text in self.output() or not (state in ENDED or time.monotonic() > stop_at), f"{state}\n{self.output()}"
             time.sleep(0.2)
 
     def cancel(self) -> None:

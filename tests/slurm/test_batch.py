@@ -128,11 +128,12 @@ def test_preemption_stops_and_requeues(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_power_off_starts_the_job_elsewhere(slurm: Slurm, tmp_path: Path) -> None:
-    """Slurm notices after half a minute, and the second life leaves the dead node out."""
-    job = signalled(slurm, tmp_path)
+    """The ranks notice first (here after 8 s), the script waits for Slurm, which takes half a minute; the second life leaves the dead node out."""
+    job = signalled(slurm, tmp_path, length=(*ENDLESS, "--watchdog.silence-s", "8"))
     node = slurm.run(["scontrol", "show", "hostnames", job.show()["NodeList"]]).split()[-1]  # not the one that runs the script
     slurm.call("node-down", node)
     try:
+        job.wait_for("a node of the job does not answer", patience_s=60)
         job.wait_for(f"{job.job_id}.1: smoke on 2 nodes", patience_s=180)
         assert node not in slurm.run(["scontrol", "show", "hostnames", job.show()["NodeList"]]).split()
     finally:
