@@ -1,4 +1,4 @@
-"""The command line: `areal-hpc run | replay | report | eval | grade | simulate | plan | export`. Heavy imports come after the arguments are understood.
+"""The command line: `areal-hpc run | replay | report | eval | grade | simulate | plan | export | submit | doctor`. Heavy imports come after the arguments are understood.
 
 Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 3 done, but the log is incomplete (a disk was full);
 75 stopped on a signal with a complete checkpoint; anything else a failure.
@@ -7,6 +7,7 @@ Exit status: 0 done; 2 the configuration or data is wrong (one line, no tracebac
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from areal_hpc.config import Config, ConfigError, check
 USAGE = """usage: areal-hpc COMMAND ...
 
   run RECIPE [--section.option value ...]   train; under srun or mpiexec be one rank, otherwise start the ranks here
-                                            --print-config shows the result and stops, --config FILE.yaml overrides many options
+                                            --print-config shows the result and stops, --check checks it and the data and stops, --config FILE.yaml overrides many options
                                             --run-dir RUN --resume goes on from the newest complete checkpoint of RUN
   replay RUN [--level train|full]           do again what a run recorded (--log.record) and compare bit for bit: 0 equal, 1 different
                                             --attempt K, --steps N, --grade-again, --force (another machine)
@@ -30,6 +31,8 @@ USAGE = """usage: areal-hpc COMMAND ...
   simulate MODEL_OR_RECIPE [--gpus N ...]   predicted throughput, asynchronous beside synchronous; --from-run RUN: of other settings of a run; --json
   plan --model 7b --gpus 64 [...]           best split, staleness and batch, what bounds them, memory, the sbatch line; --plot FILE, --json
   export CHECKPOINT DIR                     a checkpoint in Hugging Face format
+  submit RECIPE [--nodes N ...] [options]   the same as a Slurm job through submitit; --dry-run prints the script, --test-only asks Slurm about it, --help
+  doctor [--json]                           what this machine has, each with a verdict and a mend; under srun or mpiexec: between the ranks
   recipes                                   the recipes there are
 
 areal-hpc run RECIPE --help lists all options with their meaning.
@@ -39,13 +42,22 @@ areal-hpc run RECIPE --help lists all options with their meaning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"run": run, "replay": replay, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes} | {
+    commands = {
+        "run": run,
+        "replay": replay,
+        "report": report,
+        "eval": evaluate,
+        "grade": grade,
         "simulate": simulate,
         "plan": plan,
+        "export": export,
+        "submit": submit,
+        "doctor": doctor,
+        "recipes": recipes,
     }
     try:
         asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
-        if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2)):
+        if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2) and args[0] != "submit"):
             print(USAGE, end="")
             return 0 if args else 2
         if args[0] in ("-V", "--version"):
@@ -60,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+SLURM_PATIENCE_S = 3.0
+"""Before a rank of a job step leaves for a mistake that all ranks find: at the first one that leaves Slurm kills the others, and reports that instead of status 2."""
 
 
 def configure(args: list[str], command: str) -> tuple[Config, list[str]]:
@@ -79,7 +95,7 @@ def configure(args: list[str], command: str) -> tuple[Config, list[str]]:
             if not value or value.startswith("--"):
                 raise ConfigError("--config needs a file: --config FILE.yaml")
             files.append(value)
-        elif name in ("--print-config", "--resume"):
+        elif name in ("--print-config", "--check", "--resume"):
             flags.append(name)
         else:
             options.append(argument)
@@ -122,7 +138,10 @@ def run(args: list[str]) -> int:
             return _be_rank(args)
         except ConfigError as error:  # every rank finds the same mistake before MPI starts: one of them says it
             if world_rank_hint() == 0:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            if "SLURM_STEP_ID" in os.environ:
+                time.sleep(SLURM_PATIENCE_S)
+                os._exit(2)  # mpi4py would turn the status into an abort, with lines of its own
             return 2
     config, flags = configure(args, "run")
     check(config)
@@ -131,9 +150,12 @@ def run(args: list[str]) -> int:
 
         print(as_yaml(config), end="")
         return 0
-    from areal_hpc.validate import check_inputs
+    from areal_hpc.validate import check_inputs, check_shm
 
     fingerprint = check_inputs(config)
+    if "--check" in flags:
+        return 0
+    check_shm(config)
     given = {argument.split("=")[0] for argument in args}
     resume = "--resume" in flags
     if "--config" in given and not resume and not given & {"--run-dir", "--run_dir"} and (Path(config.run_dir) / "attempt-1").exists():
@@ -328,6 +350,20 @@ def plan(args: list[str]) -> int:
     from areal_hpc.simulate.command import plan_command
 
     return plan_command(args)
+
+
+def submit(args: list[str]) -> int:
+    """Submit a run as a Slurm job, or print what would be submitted."""
+    from areal_hpc.launch.slurm import main as submit_main
+
+    return submit_main(args, configure)
+
+
+def doctor(args: list[str]) -> int:
+    """Check this machine, or the ranks that were started."""
+    from areal_hpc.doctor import main as doctor_main
+
+    return doctor_main(args)
 
 
 def recipes(args: list[str]) -> int:

@@ -373,6 +373,12 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Walltime:
+    stop_before_s: float = 300.0
+    """Seconds kept free before the batch job ends, besides the longest step, for the last checkpoint; a tenth of its time at most. 0: stop at signals only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     recipe: str = "laptop"
     """Name of the recipe this configuration came from."""
@@ -398,6 +404,7 @@ class Config:
     watchdog: Watchdog = field(default_factory=Watchdog)
     storage: Storage = field(default_factory=Storage)
     log: Log = field(default_factory=Log)
+    walltime: Walltime = field(default_factory=Walltime)
 
     @property
     def groups_per_batch(self) -> int:
@@ -544,6 +551,7 @@ def _check_positive(section: str, part: object) -> None:
         "final_lr_share",
         "logprob_alarm",
         "flat_alarm",
+        "stop_before_s",
     }
     any_sign = {"right", "wrong", "seed", "warmstart_seed", "max_staleness"}
     for item in dataclasses.fields(part):  # type: ignore[arg-type]

@@ -35,6 +35,8 @@ class Connection:
     device: torch.device
     store: dist.Store
     address: str
+    gloo_device: Any
+    """One for all groups: each device has a thread that wakes up a hundred times a second, and a generation rank is in as many groups as there are training ranks."""
 
     def spanning_group(self, name: str, members: list[int], world_rank: int) -> Any:  # torch types its process groups incompletely
         """A process group of `members` (world ranks, in this order) that belongs to no default world. Collective over its members."""
@@ -46,7 +48,7 @@ class Connection:
             return dist.ProcessGroupNCCL(store, rank, size, options)
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = NEVER
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
+        gloo._devices = [self.gloo_device]
         gloo._threads = 1
         return dist.ProcessGroupGloo(store, rank, size, gloo)
 
@@ -83,7 +85,7 @@ def connect(world: World, device: str, timeout_s: float) -> Connection:
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(backend, store=dist.PrefixStore(world.role, store), rank=world.role_rank, world_size=world.role_comm.size, timeout=NEVER)
-    return Connection(chosen, store, address)
+    return Connection(chosen, store, address, dist.ProcessGroupGloo.create_device(hostname=address))
 
 
 def training_mesh(world: World, device: torch.device) -> DeviceMesh:

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from areal_hpc import groups, guard, topology
+from areal_hpc import cluster, fence, groups, guard, topology
+from areal_hpc.checks import cache_dir, check_start
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import as_yaml
 from areal_hpc.data.datasets import Problems, load_problems
@@ -59,6 +60,7 @@ from areal_hpc.transport.paths import open_paths
 from areal_hpc.transport.tape import Replay
 from areal_hpc.transport.weights import Manifest, Sender
 from areal_hpc.validate import model_folder
+from areal_hpc.walltime import Walltime
 
 UNBOUNDED_HELD = 2**31
 """Groups a training rank may hold when the gate bounds them anyway."""
@@ -68,6 +70,7 @@ def run_rank(config: Config, attempt: Attempt, ownership: Ownership | None = Non
     """Be one rank of the job, or of its replay. `config` has passed `check`; ends the process. `ownership`: of the run folder, if this process holds it."""
     attempt_dir = attempt.folder
     rewards = RewardService.start()  # before MPI: a process started afterwards can upset the interconnect
+    end = cluster.end_time() if world_rank_hint() == 0 and replay is None else None  # also a process; a replay stops nowhere but at its end
     torch.set_num_threads(config.topology.threads_per_rank)
     stop = StopFlag()
     stop.install()
@@ -77,6 +80,9 @@ def run_rank(config: Config, attempt: Attempt, ownership: Ownership | None = Non
     with abort:
         world = topology.join(config)
         abort.name = world.name()
+        fence.watch(attempt_dir.parent, cluster.Incarnation.mine(), world.name())
+        walltime = Walltime(world.comm.bcast(end, root=0), config.walltime.stop_before_s)
+        check_start(config, world, attempt_dir, cache_dir(), walltime.end)
         phases = Phases(world.world_rank, world.role, clock=world.clock)
         connection = groups.connect(world, config.device, config.transport.start_deadline_s)
         watchdog = Watchdog.start(config, world, phases, stop, place, connection.address)
@@ -93,7 +99,7 @@ def run_rank(config: Config, attempt: Attempt, ownership: Ownership | None = Non
             generate(config, world, connection, problems, model_dir, rewards, phases, stop, attempt, restart, replay)
         else:
             rewards.close()
-            status, summary = train(config, world, connection, problems, model_dir, attempt, phases, stop, restart, replay)
+            status, summary = train(config, world, connection, problems, model_dir, attempt, phases, stop, walltime, restart, replay)
         rewards.close()
         world.barrier(config.transport.data_deadline_s + 2 * config.checkpoint.deadline_s, "end")
         status = world.control.bcast(status, root=world.training_ranks[0])
@@ -107,10 +113,12 @@ def agree_on_attempt(config: Config, *, resume: bool, fingerprint: str) -> tuple
     with guard.deadline_of_mpi_start(None, f"rank {world_rank_hint()} on host {socket.gethostname()}", config.transport.start_deadline_s):
         from mpi4py import MPI
 
+    topology.check_size(MPI.COMM_WORLD.size)  # before each of N worlds of size 1 makes the folder
     made: Attempt | ConfigError | None = None
     ownership: Ownership | None = None
     if MPI.COMM_WORLD.rank == 0:
         try:
+            fence.claim(Path(config.run_dir))  # first: ranks of an earlier life, whose lock may live as long as they do, leave when they see it
             ownership = Ownership.take(Path(config.run_dir))
             try:
                 made = begin_attempt(config, resume=resume, fingerprint=fingerprint)
@@ -128,6 +136,8 @@ def agree_on_attempt(config: Config, *, resume: bool, fingerprint: str) -> tuple
     assert made is not None
     blind = sorted({host for host in MPI.COMM_WORLD.allgather("" if made.folder.is_dir() else socket.gethostname()) if host})
     if blind:
+        if ownership is not None:
+            ownership.release()
         raise ConfigError(
             f"run_dir={made.folder.parent}: made by world rank 0 but not seen on {', '.join(blind)}; use --run-dir on a file system that all nodes share"
         )
@@ -152,11 +162,6 @@ def prepare_model(config: Config, world: World) -> Path:
     if not found.is_dir():
         raise ConfigError(f"the small model is in {found}, which host {world.host} does not see; set AREAL_HPC_CACHE to a folder that all nodes share")
     return found
-
-
-def cache_dir() -> Path:
-    """AREAL_HPC_CACHE, or ~/.cache/areal_hpc."""
-    return Path(os.environ.get("AREAL_HPC_CACHE") or Path.home() / ".cache" / "areal_hpc")
 
 
 def patient_bcast(world: World, text: str, deadline_s: float) -> str:
@@ -241,6 +246,7 @@ def train(
     attempt: Attempt,
     phases: Phases,
     stop: StopFlag,
+    walltime: Walltime,
     restart: Restart | None,
     replay: Replay | None,
 ) -> tuple[int, dict]:
@@ -269,7 +275,7 @@ def train(
     head = None
     if world.is_first_trainer:
         expected_bytes = 3 * 4 * sum(math.prod(entry.shape) for entry in manifest.entries)  # float32 parameters and two moments
-        head = open_head(config, world, mailbox, publisher, composer, attempt, phases, problems, stop, restart, expected_bytes)
+        head = open_head(config, world, mailbox, publisher, composer, attempt, phases, problems, stop, walltime, restart, expected_bytes)
         head.recorder.progress.message(paths.described(world.num_generation))
     if restart is not None:
         collector.put_back(restart.cut.finished_of(world.role_rank, world.num_training))
@@ -326,6 +332,7 @@ def open_head(
     phases: Phases,
     problems: Problems,
     stop: StopFlag,
+    walltime: Walltime,
     restart: Restart | None,
     expected_bytes: int,
 ) -> Head:
@@ -345,7 +352,7 @@ def open_head(
     fallback = Path(config.storage.log_fallback) if config.storage.log_fallback else None
     log = Log.create(attempt_dir / "log.h5", attributes, clock=time.monotonic, fallback=fallback, retry_s=config.storage.log_retry_s)
     mode = os.environ.get("AREAL_HPC_PROGRESS", "lines")
-    progress = Progress(config.train.num_steps, "live" if mode == "live" else "none" if mode == "none" else "lines")
+    progress = Progress(config.train.num_steps, "live" if mode == "live" else "none" if mode == "none" else "lines", walltime=walltime)
     recorder = Recorder(config, world, log, progress, phases, SavedAnswers(config, problems, attempt_dir / samples.FOLDER))
     progress.message(f"{world.num_generation} generation + {world.num_training} training ranks")
     for line in problems.report.lines():
@@ -376,4 +383,4 @@ def open_head(
         "training_ranks": world.num_training,
         "config": as_yaml(config),
     }
-    return Head(config, world, mailbox, publisher, composer, recorder, stop, saves, data_state, heldout_sources=sources)
+    return Head(config, world, mailbox, publisher, composer, recorder, stop, walltime, saves, data_state, heldout_sources=sources)

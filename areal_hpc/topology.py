@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from areal_hpc import cluster
 from areal_hpc.config import Config, ConfigError, check_layout, num_training_ranks
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def join(config: Config, *, training_only: bool = False) -> World:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
-    _check_size(comm.size)
+    check_size(comm.size)
     if not training_only:
         check_layout(config, comm.size)
     node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -190,12 +191,14 @@ def _clock_offset(comm: MPI.Comm, node_comm: MPI.Comm, node_of_rank: Sequence[in
     return shared
 
 
-def _check_size(size: int) -> None:
-    """A wrong `srun --mpi` starts N worlds of size 1 without a warning: refuse."""
-    expected = int(os.environ.get("SLURM_NTASKS", size)) if "SLURM_STEP_ID" in os.environ else size
-    if size == 1 and expected > 1:
-        raise ConfigError(
-            f"{expected} tasks became {expected} MPI worlds of size 1: wrong --mpi for this MPI; try srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI)"
-        )
-    if size != expected:
-        raise ConfigError(f"the MPI world has {size} ranks but Slurm started {expected} tasks in this step; give srun the right --mpi")
+def check_size(size: int) -> None:
+    """A wrong `srun --mpi` starts N worlds of size 1 without a warning: refuse. Raises ConfigError that says what this Slurm offers and this MPI needs.
+
+    Other differences are none of our business: an mpirun inside a job has a step of its own, with one task for each node.
+    """
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or size) if "SLURM_STEP_ID" in os.environ else size
+    if size > 1 or tasks == 1:
+        return
+    from mpi4py import MPI
+
+    raise ConfigError(f"{tasks} tasks became {tasks} MPI worlds of size 1: {cluster.mpi_mend(MPI.Get_library_version(), os.environ.get('SLURM_MPI_TYPE'))}")

@@ -54,12 +54,24 @@ def sweep_lanes() -> None:
 
 
 def check_machine(config: Config) -> None:
-    """What the ranks of this machine will need: a GPU if one is asked for, shared memory for the lanes, a reward that can be found."""
+    """What the ranks of this machine will need: a GPU if one is asked for, a reward and an environment that can be found, a sandbox that holds."""
     if config.device == "cuda" and not Path("/dev/nvidiactl").exists():
         raise ConfigError("device=cuda but this machine has no NVIDIA GPU; use --device auto or cpu")
+    sweep_lanes()
+    for option, name in (("reward.custom", config.reward.custom), ("environment.name", config.environment.name)):
+        module, is_function, _ = name.partition(":")
+        if is_function and importlib.util.find_spec(module.partition(".")[0]) is None:
+            raise ConfigError(f"{option}={name}: there is no module '{module.partition('.')[0]}' on the Python path")
+    if config.environment.name == "python":
+        from areal_hpc.reward.sandbox import probe
+
+        probe(config.reward.code_sandbox, config.reward.code_floor, config.reward.code_packages)
+
+
+def check_shm(config: Config) -> None:
+    """Room for the lanes of the recipe's ranks, all on this machine. In a job step each rank counts those that really run on its node (checks.py)."""
     num_ranks = config.topology.num_ranks
     num_lanes = num_ranks - num_training_ranks(num_ranks, config.topology.generation_fraction)
-    sweep_lanes()
     shared = os.statvfs("/dev/shm")
     times = 2 if config.transport.lanes == "forwarded" else 1  # with a lane at both ends
     pages = -(-config.transport.lane_bytes // PAGE_BYTES) + 1  # and a page for the header
@@ -69,14 +81,6 @@ def check_machine(config: Config) -> None:
             f"{times * num_lanes} lanes of transport.lane_bytes={config.transport.lane_bytes}, and MPI itself, need {needed} bytes of /dev/shm, which has {free} free; "
             "use smaller lanes, fewer ranks, or enlarge /dev/shm"
         )
-    for option, name in (("reward.custom", config.reward.custom), ("environment.name", config.environment.name)):
-        module, is_function, _ = name.partition(":")
-        if is_function and importlib.util.find_spec(module.partition(".")[0]) is None:
-            raise ConfigError(f"{option}={name}: there is no module '{module.partition('.')[0]}' on the Python path")
-    if config.environment.name == "python":
-        from areal_hpc.reward.sandbox import probe
-
-        probe(config.reward.code_sandbox, config.reward.code_floor, config.reward.code_packages)
 
 
 def check_weight_files(folder: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from areal_hpc import signals
 from areal_hpc.config import Config, ConfigError
-from areal_hpc.launch.local import Launcher, create_run_dir, discard_run_dir, final_status, find_launcher, is_rank, world_rank_hint
+from areal_hpc.launch.local import Launcher, LocalJob, create_run_dir, discard_run_dir, final_status, find_launcher, is_rank, world_rank_hint
 
 
 def test_finds_the_mpiexec_beside_python() -> None:
@@ -76,3 +79,65 @@ def test_rank_or_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_rank() and world_rank_hint() == 5
     monkeypatch.setenv("PMI_RANK", "7")
     assert is_rank() and world_rank_hint() == 7
+
+
+USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("heard", "in_slurm", "insists"),
+    [
+        ([(USR1, 0), (USR1, 0.5)], False, False),  # one request on two ways
+        ([(USR1, 0), (USR1, 1.5)], False, True),
+        ([(USR1, 0), (USR1, 1.5)], True, True),  # scancel --signal=USR1 twice
+        ([(USR1, 0), (TERM, 15)], True, False),  # preemption: the warning, then the end of the grace time
+        ([(USR1, 0), (TERM, 300)], False, False),  # another scheduler's time limit
+        ([(TERM, 0), (TERM, 15)], True, False),  # preemption without a warning signal: both ends of the grace time
+        ([(TERM, 0), (TERM, 3)], True, False),  # scancel: slurmd, and srun once more
+        ([(TERM, 0), (USR1, 3), (TERM, 4)], False, True),
+        ([(INT, 0), (INT, 0.2)], True, True),  # Ctrl-C, Ctrl-C
+        ([(INT, 0), (TERM, 5)], False, False),
+    ],
+)
+def test_who_insists(heard: list[tuple[int, float]], in_slurm: bool, insists: bool) -> None:
+    """A second request ends the run without a checkpoint: a scheduler's sequence must not look like one."""
+    listener = signals.Insistence(in_slurm=in_slurm)
+    found = [listener.hear(number, 100 + at) for number, at in heard]
+    assert found[-1] == insists and not any(found[:-1])
+
+
+def test_ranks_and_launcher_hear_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted with a warning (USR1, then TERM), then asked once more: stop flag of a rank, and the launcher with a process that stands for mpiexec."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    flag = signals.StopFlag()
+    flag._pipe = os.pipe2(os.O_NONBLOCK)
+    job = LocalJob(["sleep", "60"], dict(os.environ))
+    passed_on: list[object] = []
+    monkeypatch.setattr(job.process, "send_signal", passed_on.append)
+    monkeypatch.setattr(job.process, "terminate", lambda: passed_on.append("end"))
+    try:
+        for number, again, seen in ((USR1, "", [USR1]), (TERM, "", [USR1]), (USR1, "SIGUSR1", [USR1, "end"])):
+            os.write(flag._pipe[1], bytes([number]))
+            flag.read_signals()
+            job._forward(number, None)
+            assert (flag.requested_at, flag.signal_name, flag.again) == (100.0, "SIGUSR1", again) and passed_on == seen
+            now[0] += 15
+    finally:
+        os.kill(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+        for descriptor in flag._pipe:
+            os.close(descriptor)
+
+
+def test_a_stop_that_nobody_signalled_is_no_first_signal() -> None:
+    """The end of the job's time has asked already (walltime.py) when the scheduler's warning comes: that is not a second request."""
+    flag = signals.StopFlag()
+    flag.request("the job ends in 0:05:00")
+    flag._pipe = os.pipe2(os.O_NONBLOCK)
+    os.write(flag._pipe[1], bytes([USR1]))
+    flag.read_signals()
+    assert flag.signal_name == "the job ends in 0:05:00" and not flag.again
+    for descriptor in flag._pipe:
+        os.close(descriptor)

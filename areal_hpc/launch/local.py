@@ -1,7 +1,8 @@
 """Start the ranks of a run on this machine with the local `mpiexec`, pass signals on, and say how it ended.
 
 The status comes from exit.json, which training rank 0 writes last, or from failure.json, which the first failing rank writes; mpiexec's own status is only a fallback.
-Signals: TERM, INT, USR1 and USR2 are all passed on as SIGUSR1, the only one that both MPICH and Open MPI hand to the ranks unharmed; a second one ends the job hard.
+Signals: TERM, INT, USR1 and USR2 are all passed on as SIGUSR1, the only one that both MPICH and Open MPI hand to the ranks unharmed; a second one of the same kind
+ends the job hard (signals.Insistence).
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from areal_hpc import fence
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import save_yaml
 from areal_hpc.launch import deaths
 from areal_hpc.launch.deaths import Deaths
 from areal_hpc.launch.ownership import Ownership
-from areal_hpc.launch.resume import Attempt, attempts_of, keep_as_newest, next_attempt, steps_done
+from areal_hpc.launch.resume import DONE, LOG_INCOMPLETE, Attempt, attempts_of, keep_as_newest, next_attempt, steps_done
+from areal_hpc.signals import Insistence
 
 USER_ERROR = 2
-LOG_INCOMPLETE = 3
 OLD_S = 600.0
 """Age from which a file of MPICH's that nobody maps belongs to no job that is only starting."""
 GRACE_S = 15.0
@@ -105,7 +107,7 @@ def begin_attempt(config: Config, *, resume: bool, fingerprint: str) -> Attempt:
 def is_done(config: Config, *, resume: bool) -> bool:
     """Nothing is left to resume; says so."""
     done = resume and 0 < config.train.num_steps <= steps_done(Path(config.run_dir))
-    if done:
+    if done and world_rank_hint() == 0:
         print(f"{config.run_dir} has its {config.train.num_steps} steps already; more of them: --train.num-steps", flush=True)
     return done
 
@@ -133,6 +135,8 @@ class LocalJob:
     def __init__(self, command: list[str], environment: dict[str, str], inherited: tuple[int, ...] = ()) -> None:
         """`inherited`: file descriptors that mpiexec, and through it the ranks, hold too."""
         self.num_signals = 0
+        """1: the ranks have been asked to stop; 2: somebody insisted."""
+        self._insistence = Insistence()
         # A session of its own: Ctrl-C on the terminal reaches the launcher only, which passes it on once.
         # The launcher has no threads, so running a function between fork and exec is safe.
         self.process = subprocess.Popen(
@@ -147,11 +151,13 @@ class LocalJob:
             signal.signal(name, self._forward)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.num_signals += 1
-        if self.num_signals == 1:
+        insists = self._insistence.hear(number, time.monotonic())
+        if self.num_signals == 0:
+            self.num_signals = 1
             print(f"{signal.Signals(number).name}: asking the ranks to stop after this step; once more ends them now", file=sys.stderr, flush=True)
             self.process.send_signal(signal.SIGUSR1)
-        else:
+        elif insists:
+            self.num_signals = 2
             self.process.terminate()
 
     def wait(self, died: Deaths) -> int:
@@ -175,6 +181,7 @@ def launch(config: Config, *, resume: bool = False, fingerprint: str = "") -> in
     """Run the checked configuration; returns the exit status of the job. `resume`: go on with the run; `fingerprint`: of the data, which may not have changed then."""
     if is_done(config, resume=resume):
         return 0
+    fence.claim(Path(config.run_dir))
     ownership = Ownership.take(Path(config.run_dir))
     try:
         return _launch_owned(config, begin_attempt(config, resume=resume, fingerprint=fingerprint), ownership)
@@ -209,7 +216,7 @@ def _launch_owned(config: Config, attempt: Attempt, ownership: Ownership) -> int
         discard_run_dir(attempt_dir)  # so that the same command can be given again
     if status == LOG_INCOMPLETE:
         print(f"done, but rows are missing from {attempt_dir}/log.h5; {attempt_dir}/exit.json says where they are", file=sys.stderr, flush=True)
-    if status in (0, LOG_INCOMPLETE):
+    if status in (DONE, LOG_INCOMPLETE):
         print(f"done; the model is in {config.run_dir}/model, tables and plots: areal-hpc report {config.run_dir}", flush=True)
     return status
 

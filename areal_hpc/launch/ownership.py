@@ -27,6 +27,8 @@ STALE_S = 60.0
 """A file that has not been renewed for this long has no living owner."""
 LONG_AGO_S = 600.0
 """Age by the wall clock beyond which nobody watches any more (clocks of hosts differ by less)."""
+LEASE_S = 120.0
+"""Until a file server has given up the locks of a host that is gone (NFS: 90 s)."""
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
@@ -139,7 +141,8 @@ class Ownership:
 
 
 def _open_locked(path: Path) -> int:
-    """Open the file and lock it. Raises ConfigError when somebody else has."""
+    """Open the file and lock it. Raises ConfigError when somebody else has; an earlier life of the same Slurm job, which is over, gets `LEASE_S` to lose its lock."""
+    give_up_at = time.monotonic() + LEASE_S
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -151,6 +154,9 @@ def _open_locked(path: Path) -> int:
             os.close(descriptor)
             if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
                 raise
+            if owner is not None and owner.was_before(Owner.myself()) and time.monotonic() < give_up_at:
+                time.sleep(LEASE_S / 120)
+                continue
             who = "another job, which has just begun" if owner is None else f"{owner}" + _afterlife(owner)
             raise _refusal(path.parent, who) from None
         with contextlib.suppress(FileNotFoundError):

@@ -18,6 +18,8 @@ from areal_hpc import checkpoints
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import save_yaml
 
+DONE, LOG_INCOMPLETE = 0, 3
+"""Exit statuses of a run whose model is complete; with the second, rows are missing from its log, which more training would not bring back."""
 FIXED = (
     "recipe",
     "init_from",
@@ -93,7 +95,7 @@ def steps_done(run_dir: Path) -> int:
             report = json.loads((folder / "exit.json").read_text())
         except (OSError, ValueError):
             return 0
-        return int(report.get("steps", 0)) if report.get("status") == 0 else 0
+        return int(report.get("steps", 0)) if report.get("status") in (DONE, LOG_INCOMPLETE) else 0
     return 0
 
 

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, Time
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from areal_hpc.walltime import Walltime
+
 MAX_LINES = 200  # of a batch log, for any number of steps, as long as they follow each other within
 QUIET_S = 30.0
 
@@ -58,13 +60,16 @@ class Progress:
     Trap: the bar is redrawn by these calls only (a timer thread would take time from a computing rank), so its clock stands still in between.
     """
 
-    def __init__(self, num_steps: int, mode: Literal["live", "lines", "none"] = "lines", stream: TextIO | None = None) -> None:
+    def __init__(
+        self, num_steps: int, mode: Literal["live", "lines", "none"] = "lines", stream: TextIO | None = None, walltime: Walltime | None = None
+    ) -> None:
         self._num_steps, self._mode = num_steps, mode
         self._stream = stream or sys.stdout
         self._every = max(1, math.ceil(num_steps / MAX_LINES))
         self._said_at = time.monotonic()
         self.num_unsaid = 0
         """Lines that the stream did not take: its disk is full, or its reader is gone. Not worth the run."""
+        self._walltime = walltime
         self._live: _Live | None = _Live(num_steps, self._stream) if mode == "live" else None
 
     def message(self, text: str) -> None:
@@ -83,14 +88,20 @@ class Progress:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """A step ended; `row` has the columns of /steps."""
+        if self._walltime is not None:
+            self._walltime.step(float(row["wall_s"]))
         if self._live:
             try:
-                self._live.show(int(row["step"]), step_numbers(row))
+                self._live.show(int(row["step"]), self._numbers(row))
             except OSError:
                 self.num_unsaid += 1
         elif row["step"] % self._every == 0 or row["step"] in (1, self._num_steps) or time.monotonic() > self._said_at + QUIET_S:
             self._said_at = time.monotonic()
-            self.message(f"step {row['step']}/{self._num_steps}  {step_numbers(row)}")
+            self.message(f"step {row['step']}/{self._num_steps}  {self._numbers(row)}")
+
+    def _numbers(self, row: Mapping[str, Any]) -> str:
+        note = "" if self._walltime is None else self._walltime.note(self._num_steps - int(row["step"]))
+        return f"{step_numbers(row)}  {note}" if note else step_numbers(row)
 
     def finish(self, summary: str = "") -> None:
         """Leave the last state of the bar standing and print the summary below it."""

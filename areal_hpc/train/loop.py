@@ -28,6 +28,7 @@ from areal_hpc.train.tape import NoTape
 from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport.evaluation import Share, summarise
 from areal_hpc.transport.messages import Mailbox, Message, Tag
+from areal_hpc.walltime import Walltime
 
 POLL_S = 0.0005
 LOOK_EVERY_S = 1.0
@@ -57,6 +58,7 @@ class Head:
     composer: Composer
     recorder: Recorder
     stop: StopFlag
+    walltime: Walltime
     saves: Saves
     data_state: dict[str, Any]
     """What meta.json tells of the data and the configuration; the same in every checkpoint of an attempt."""
@@ -75,7 +77,7 @@ class Head:
 
     @property
     def stop_reason(self) -> str:
-        """Why the run is to stop after this step: the signal, and the rank that got it if it was another one. Empty: it is not."""
+        """Why the run is to stop after this step: the signal, and the rank that got it if it was another one, or the end of the job's time. Empty: it is not."""
         return self.stop.signal_name or self._stop_asked_by or ("a replay ends here" if self._is_replayed else "")
 
     @property
@@ -286,6 +288,7 @@ class TrainingRank:
         num_arrived, now = composer.num_arrived, time.monotonic()
         self._pass_on(arrivals)
         self.head.pump()
+        self.head.walltime.ask(self.head.stop)
         if composer.num_arrived > num_arrived or (self.head.stop_reason and self.head.saves.busy):
             self._progress_at = now
         found = self.head.decide()

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from areal_hpc.observe.progress import MAX_LINES, Progress, si
+from areal_hpc.walltime import Walltime
 
 ROW = {
     **{"step": 12, "reward_mean": 1.234, "accuracy": 0.614, "tokens_per_s": 12345.0, "staleness_mean": 1.21, "staleness_max": 3, "staleness_bound": 4},
@@ -46,6 +47,13 @@ def test_losses_unknowns_and_no_bound_are_shown() -> None:
     Progress(100, "lines", stream).step({**ROW, "reward_mean": math.nan, "staleness_bound": -1, "failed": 2, "skipped_updates": 1})
     assert "reward -  " in stream.getvalue() and "bound inf" in stream.getvalue()
     assert stream.getvalue().endswith("  failed 2  skipped_updates 1\n")
+
+
+def test_time_left_and_the_steps_that_fit() -> None:
+    """An hour is left, five minutes of it are kept free, a step takes a minute: 55 of the 88 that are wanted."""
+    stream = io.StringIO()
+    Progress(100, "lines", stream, Walltime(3600.0, 300.0, now=lambda: 0.0)).step({**ROW, "wall_s": 60.0})
+    assert stream.getvalue().endswith("push 0.02s  job ends in 1:00:00, enough for about 55 of 88 steps\n")
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 200, 201, 5000])
