@@ -80,25 +80,15 @@ SLURM_PATIENCE_S = 3.0
 
 def configure(args: list[str], command: str) -> tuple[Config, list[str]]:
     """Recipe, then --config file, then options. Returns the configuration and the flags that are not part of it."""
-    from areal_hpc.config_io import load_yaml, parse_options
+    from areal_hpc.config_io import load_yaml, parse_options, split_files
     from areal_hpc.recipes import recipe
 
     if not args or args[0].startswith("-"):
         raise ConfigError(f"areal-hpc {command} needs a recipe: areal-hpc {command} laptop")
     base = recipe(args[0])
-    options, flags, files = [], [], []
-    rest = iter(args[1:])
-    for argument in rest:
-        name, _, value = argument.partition("=")
-        if name == "--config":
-            value = value or next(rest, "")
-            if not value or value.startswith("--"):
-                raise ConfigError("--config needs a file: --config FILE.yaml")
-            files.append(value)
-        elif name in ("--print-config", "--check", "--resume"):
-            flags.append(name)
-        else:
-            options.append(argument)
+    files, rest = split_files(args[1:])
+    flags = [argument for argument in rest if argument in ("--print-config", "--check", "--resume")]
+    options = [argument for argument in rest if argument not in flags]
     program = f"areal-hpc {command} {args[0]}"
 
     def overridden(config: Config) -> Config:

@@ -122,6 +122,22 @@ def option_names() -> list[str]:
     return names
 
 
+def split_files(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(files named by `--config`, the rest). Raises ConfigError when a name is missing."""
+    files, others = [], []
+    rest = iter(arguments)
+    for argument in rest:
+        name, _, value = argument.partition("=")
+        if name != "--config":
+            others.append(argument)
+            continue
+        value = value or next(rest, "")
+        if not value or value.startswith("--"):
+            raise ConfigError("--config needs a file: --config FILE.yaml")
+        files.append(value)
+    return files, others
+
+
 def parse_options(args: Sequence[str], base: Config, prog: str) -> Config:
     """`base` with command-line options. Raises ConfigError in one line; `--help` prints all options and exits 0."""
     import tyro

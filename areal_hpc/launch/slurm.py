@@ -172,11 +172,15 @@ def prepared(recipe: str, options: Sequence[str] = (), run_dir: str | Path = "")
 
 
 def configured(recipe: str, options: Sequence[str]) -> Config:
-    """The recipe with these options. Raises ConfigError."""
-    from areal_hpc.config_io import parse_options
+    """The recipe with these options, `--config FILE` among them. Raises ConfigError."""
+    from areal_hpc.config_io import load_yaml, parse_options, split_files
     from areal_hpc.recipes import recipe as base_of
 
-    return parse_options(list(options), base_of(recipe), f"areal-hpc submit {recipe}")
+    config = base_of(recipe)
+    files, others = split_files(options)
+    for file in files:
+        config = load_yaml(file, config)
+    return parse_options(others, config, f"areal-hpc submit {recipe}")
 
 
 def executor(resources: Resources, folder: str | Path = "runs/submitit", target: str = "slurm") -> submitit.AutoExecutor:

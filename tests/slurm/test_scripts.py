@@ -144,6 +144,18 @@ def test_mistakes(arguments: list[str], said: str) -> None:
         main(arguments, configure)
 
 
+def test_a_file_of_options_reaches_the_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from areal_hpc.cli import configure
+
+    file = tmp_path / "mine.yaml"
+    file.write_text("topology:\n  num_ranks: 8\n")
+    assert main(["smoke", "--config", str(file), "--train.num-steps=7", "--nodes", "2", "--ranks-per-node", "4", "--dry-run"], configure) == 0
+    assert f"--config {file} --train.num-steps=7" in capsys.readouterr().out
+    file.write_text("topology:\n  num_rank: 8\n")
+    with pytest.raises(ConfigError, match="num_rank"):
+        main(["smoke", "--config", str(file), "--dry-run"], configure)
+
+
 def test_unknown_resource_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match="'gpus' is no resource of a job; there are: nodes, ranks_per_node, gpus_per_node"):
         resources_of({"gpus": 8})
