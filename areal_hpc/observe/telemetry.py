@@ -39,6 +39,8 @@ MAX_HELD_BYTES = 64 << 20
 """Of text that waits in memory for a place."""
 ROOM_TO_GO_ON_BYTES = 1 << 20
 """Free space, beyond what the rows take, at which recovering is worth it."""
+CHUNK_CACHE_BYTES = 64 << 10
+"""Of HDF5, for each table. Rows are only appended: with HDF5's default of 1 MiB the rank would grow by all that it writes until twenty caches are full, for nothing."""
 _BROKEN: list[tuple[h5py.File, dict[str, h5py.Dataset]]] = []  # handles that cannot be closed; garbage collection would try
 
 
@@ -161,7 +163,7 @@ class Log(AnyLog):
             raise FileExistsError(f"{path} exists; a log is never continued, each attempt has its own")
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # appears under its name only when readers can open it
         attributes = _with_standard(attributes, clock)
-        file = h5py.File(unfinished, "x", libver=("v110", "v110"), locking=False)
+        file = h5py.File(unfinished, "x", libver=("v110", "v110"), locking=False, rdcc_nbytes=CHUNK_CACHE_BYTES)
         _fill(file, attributes, {name: np.zeros(0, table.dtype) for name, table in tables.items()})
         try:
             os.link(unfinished, path)  # fails where another writer was faster
@@ -277,7 +279,7 @@ class Log(AnyLog):
             lines = [line for path in texts for line in _whole_lines(path)] + self._not_saved
             with open_log(self.path) as old:
                 tables = {name: _joined(name, old[name][:], lines) for name in self._data}
-            file = h5py.File(unfinished, "w", libver=("v110", "v110"), locking=False)
+            file = h5py.File(unfinished, "w", libver=("v110", "v110"), locking=False, rdcc_nbytes=CHUNK_CACHE_BYTES)
             _fill(file, self._attributes | {"recoveries": self.num_recoveries + 1}, tables)
             unfinished.replace(self.path)
         except (OSError, RuntimeError):  # no, it has not
