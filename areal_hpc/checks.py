@@ -254,7 +254,7 @@ def judge_shm(facts: Sequence[Facts], needs: Mapping[str, int]) -> Finding:
         free = min(fact.shm_free_bytes for fact in ranks)
         if needs.get(host, 0) > free:
             found = f"{host}: the lanes of this job, and MPI itself, need {needs[host]} bytes of /dev/shm, which has {free} free"
-            return Finding("/dev/shm", "error", found, "use a smaller --transport.lane-bytes or fewer ranks on that node, or enlarge /dev/shm")
+            return Finding("/dev/shm", "error", found, "use smaller lanes (--transport.lane-bytes), fewer ranks on that node, or enlarge /dev/shm")
     most = max(needs, key=needs.__getitem__)
     return Finding("/dev/shm", "ok", f"at most {mib(needs[most])} needed ({most}), at least {mib(min(fact.shm_free_bytes for fact in facts))} free")
 

@@ -53,17 +53,18 @@ def _grandparent(pid: int) -> int:
 
 @contextmanager
 def disturbed(run_dir: Path, seed: int) -> Iterator[list[int]]:
-    """Meanwhile stop a random process of the job (rank or grader) for a random time, again and again. Yields the processes that were stopped."""
+    """Meanwhile stop all processes of the job (ranks and graders), in random turns and for random times, again and again. Yields those that were stopped."""
     stopped: list[int] = []
     over = threading.Event()
 
     def disturb() -> None:
         rng, victims = random.Random(seed), list[int]()
         while not over.wait(rng.uniform(0.005, 0.05)):
-            if rng.random() < 0.1 or not victims:  # looking through all processes takes time from the job
+            if not victims:
                 victims = processes_of(run_dir)
+                rng.shuffle(victims)
             if victims:
-                victim = rng.choice(victims)
+                victim = victims.pop()
                 stopped.append(victim)
                 try:
                     os.kill(victim, signal.SIGSTOP)

@@ -250,7 +250,7 @@ if sys.argv[2] != "0":
 
 @pytest.mark.parametrize("limit_bytes", [120_000, 131_072, 199_999])
 def test_refused_write_goes_on_as_text_without_gap_or_double(tmp_path: Path, limit_bytes: int) -> None:
-    path, flushes = tmp_path / "log.h5", limit_bytes // 1900  # the text file is under the same limit
+    path, flushes = tmp_path / "log.h5", limit_bytes // 2000  # the text file is under the same limit
     result = child(FULL, path, limit_bytes, flushes)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("True")
