@@ -1,4 +1,4 @@
-"""The command line: `areal-hpc run | replay | report | eval | grade | simulate | plan | export`. Heavy imports come after the arguments are understood.
+"""The command line: `areal-hpc run | replay | watch | report | eval | grade | simulate | plan | export`. Heavy imports come after the arguments are understood.
 
 Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 3 done, but the log is incomplete (a disk was full);
 75 stopped on a signal with a complete checkpoint; anything else a failure.
@@ -22,6 +22,7 @@ USAGE = """usage: areal-hpc COMMAND ...
                                             --run-dir RUN --resume goes on from the newest complete checkpoint of RUN
   replay RUN [--level train|full]           do again what a run recorded (--log.record) and compare bit for bit: 0 equal, 1 different
                                             --attempt K, --steps N, --grade-again, --force (another machine)
+  watch RUN                                 what a run is doing, from another shell, also after it died; --once, --every SECONDS
   report RUN                                tables, plots and saved answers of a run, in RUN/report
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
@@ -39,7 +40,7 @@ areal-hpc run RECIPE --help lists all options with their meaning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"run": run, "replay": replay, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes} | {
+    commands = {"run": run, "replay": replay, "watch": watch, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes} | {
         "simulate": simulate,
         "plan": plan,
     }
@@ -186,6 +187,13 @@ def replay(args: list[str]) -> int:
     from areal_hpc.replay import main as replay_main
 
     return replay_main(args)
+
+
+def watch(args: list[str]) -> int:
+    """Show what a run is doing."""
+    from areal_hpc.observe.watch import main as watch_main
+
+    return watch_main(args)
 
 
 def report(args: list[str]) -> int:

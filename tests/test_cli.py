@@ -53,6 +53,10 @@ MISTAKES = {
     "missing start": (["run", "laptop", "--init-from", "no/such/model"], "no/such/model"),
     "missing yaml": (["run", "laptop", "--config", "no.yaml"], "no.yaml"),
     "report of nothing": (["report", "no/such/run"], "no/such/run"),
+    "watch without a run": (["watch", "--once"], "one run folder"),
+    "watch of nothing": (["watch", "no/such/run", "--once"], "no/such/run"),
+    "watch too often": (["watch", "no/such/run", "--every", "0"], "from 0.1 to 3600"),
+    "watch with another option": (["watch", "no/such/run", "--follow"], "there are: --once, --every"),
     "eval of nothing": (["eval", "no/such/run"], "no such folder"),
     "export of nothing": (["export", "no/such", "out"], "no such checkpoint"),
 }

@@ -1,12 +1,9 @@
 """From the logs of a run to what one wants to know of it: is it learning, what bounds it, how old is the data.
 
-1. `load` joins the attempts of a run: where a later attempt repeated steps after a restart, its rows count and the earlier ones do not. The version that it began
-   with is pushed, and perhaps evaluated, a second time: there too the later rows count.
-2. `summary` reduces the tables to a few numbers; `bottleneck` puts in words which role waited for which.
-3. `write_report` writes RUN/report/: report.md, four PNG plots (see plots.py), steps.csv, and samples.html if the run saved answers for reading.
+1. `summary` reduces the joined tables (runs.py) to a few numbers; words.py puts in words which role waited for which.
+2. `write_report` writes RUN/report/: report.md, PNG plots (plots.py), steps.csv, and samples.html if the run saved answers for reading.
 
-Shares of time refer to the training window of an attempt, from the start of its first step to the end of its last; starting up and the
-evaluations before and after lie outside it. The plot of all phases covers the whole attempt.
+The plot of all phases covers whole attempts; shares of time, their training windows.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,175 +19,18 @@ import numpy as np
 from areal_hpc.config import ConfigError
 from areal_hpc.observe import samples
 from areal_hpc.observe.progress import si
+from areal_hpc.observe.runs import BUSY, Run, load, rank_seconds, roles, share, wall_time
 from areal_hpc.observe.schema import OUTCOMES, PHASES, ROLES, STATUSES, TABLES
-from areal_hpc.observe.telemetry import Attribute, read_attributes, read_table
-
-BUSY = {"generation": ("decode", "swap", "evaluate"), "training": ("collect", "prox", "train", "pack")}
-"""Phases in which a rank of the role works; in the others it waits, starts, saves or stops."""
-STEP_OF = {"steps": "step", "trajectories": "batch", "evaluations": "step", "evaluation_sources": "step", "pushes": "version"}
-"""Column by which a table's rows belong to training steps."""
-FEW = 0.10
-"""Share of time below which a wait is not called a bottleneck."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Tables of all attempts. `timelines`: one table per attempt, each on its own clock; `windows`: training window of each."""
-
-    attributes: dict[str, Attribute]
-    steps: np.ndarray
-    trajectories: np.ndarray
-    evaluations: np.ndarray
-    evaluation_sources: np.ndarray
-    pushes: np.ndarray
-    events: np.ndarray
-    timelines: list[np.ndarray]
-    windows: list[tuple[float, float]]
-
-
-def attempt_logs(run_dir: Path) -> list[Path]:
-    """RUN/attempt-K/log.h5 by K. Raises ConfigError when there is none."""
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such folder; give the folder of a run, as runs/RECIPE-TIME")
-    numbered = [(path.parent.name.removeprefix("attempt-"), path) for path in run_dir.glob("attempt-*/log.h5")]
-    logs = [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdigit())]
-    if not logs:
-        raise ConfigError(f"{run_dir}: no log of a run (looked for attempt-*/log.h5)")
-    return logs
-
-
-def load(run_dir: Path) -> Run:
-    """Read and join the logs. Raises ConfigError when there is none or one cannot be read."""
-    attempts, attributes = [], {}
-    for path in attempt_logs(run_dir):
-        try:
-            attempts.append({name: _read(path, name) for name in TABLES})
-            attributes = read_attributes(path)
-        except (OSError, KeyError) as error:
-            raise ConfigError(f"{path}: not a readable log ({' '.join(str(error).split())})") from error
-    joined = {name: _join(attempts, name, column) for name, column in STEP_OF.items()}
-    windows = [_window(attempt["steps"]) for attempt in attempts]
-    events = np.concatenate([attempt["events"] for attempt in attempts])
-    return Run(attributes, **joined, events=events, timelines=[attempt["timeline"] for attempt in attempts], windows=windows)
-
-
-ADDED_TABLES = ("evaluation_sources",)
-"""Tables that logs of earlier versions do not have."""
-
-
-def _read(path: Path, name: str) -> np.ndarray:
-    """The table as this version knows it: what an earlier version did not write is not a number, 0 or empty. Raises OSError, KeyError."""
-    dtype = TABLES[name].dtype
-    try:
-        rows = read_table(path, name)
-    except KeyError:
-        if name in ADDED_TABLES:
-            return np.zeros(0, dtype)
-        raise
-    if rows.dtype.names == dtype.names:
-        return rows
-    out = np.zeros(len(rows), dtype)
-    for column in TABLES[name].column_names:
-        if column in (rows.dtype.names or ()):
-            out[column] = rows[column]
-        elif dtype[column].kind == "f":
-            out[column] = math.nan
-    return out
-
-
-def _join(attempts: list[dict[str, np.ndarray]], table: str, column: str) -> np.ndarray:
-    parts: list[np.ndarray] = []
-    first_step_later = math.inf
-    for attempt in reversed(attempts):
-        rows = attempt[table]
-        rows = rows[rows[column] < first_step_later]
-        if column != "batch":  # one row a version: the one that a later attempt began with is in both
-            rows = rows[~np.isin(rows[column], [row for part in parts for row in part[column]])]
-        parts.append(rows)
-        if len(attempt["steps"]):
-            first_step_later = min(first_step_later, int(attempt["steps"]["step"].min()))
-    return np.concatenate(parts[::-1])
-
-
-def _window(steps: np.ndarray) -> tuple[float, float]:
-    return (float((steps["end_s"] - steps["wall_s"]).min()), float(steps["end_s"].max())) if len(steps) else (0.0, 0.0)
-
-
-def phase_seconds(timeline: np.ndarray, start_s: float, stop_s: float) -> dict[int, np.ndarray]:
-    """World rank -> seconds in each of PHASES between `start_s` and `stop_s`."""
-    inside = np.minimum(timeline["stop_s"], stop_s) - np.maximum(timeline["start_s"], start_s)
-    return {
-        int(rank): np.bincount(timeline["phase"][mine], np.maximum(inside[mine], 0.0), minlength=len(PHASES))
-        for rank in np.unique(timeline["rank"])
-        for mine in [timeline["rank"] == rank]
-    }
-
-
-def roles(run: Run) -> dict[int, str]:
-    """World rank -> role."""
-    return {int(rank): ROLES[role] for timeline in run.timelines for rank, role in np.unique(timeline[["rank", "role"]]).tolist()}
-
-
-def wall_time(run: Run) -> float:
-    """Seconds from the first to the last thing that any rank did, over all attempts."""
-    return sum(float(timeline["stop_s"].max() - timeline["start_s"].min()) for timeline in run.timelines if len(timeline))
-
-
-def rank_seconds(run: Run, whole: bool) -> dict[int, np.ndarray]:
-    """World rank -> seconds in each phase, summed over attempts: of the whole attempts, or of their training windows."""
-    total: dict[int, np.ndarray] = {}
-    for timeline, window in zip(run.timelines, run.windows, strict=True):
-        for rank, seconds in phase_seconds(timeline, *((-math.inf, math.inf) if whole else window)).items():
-            total[rank] = total.get(rank, np.zeros(len(PHASES))) + seconds
-    return total
-
-
-def share(run: Run, role: str, phases: tuple[str, ...]) -> float | None:
-    """Mean over the ranks of the role of the share of the training windows spent in `phases`; None without steps."""
-    window_s = sum(stop - start for start, stop in run.windows)
-    ranks = [rank for rank, its_role in roles(run).items() if its_role == role]
-    if not ranks or window_s == 0:
-        return None
-    seconds = rank_seconds(run, whole=False)
-    return float(np.mean([sum(seconds[rank][PHASES.index(phase)] for phase in phases) for rank in ranks]) / window_s)
-
-
-def bottleneck(run: Run) -> str:
-    """One or two sentences: which role waited for which, how much, and what would change it."""
-    waited, gated = share(run, "training", ("wait_data",)), share(run, "generation", ("gated",))
-    full, pushed = share(run, "generation", ("ring_full",)), share(run, "training", ("pack", "push_wait"))
-    if waited is None or gated is None or full is None or pushed is None:
-        return "no training step finished, so nothing can be said about a bottleneck."
-    facts = f"training ranks waited for data {_percent(waited)} of the time, generation ranks stood at the gate {_percent(gated)}"
-    facts += f" and before a full ring {_percent(full)}" if full >= 0.005 else ""
-    eta = int(run.steps["staleness_bound"][-1])
-    if eta == 0:
-        text = f"synchronous (max_staleness = 0), so the roles take turns: {facts}. A larger max_staleness lets them overlap."
-    elif max(waited, gated + full) < FEW:
-        text = f"balanced: {facts}."
-    elif waited >= gated + full:
-        more = " A larger max_staleness would open the gate earlier." if gated >= FEW else " A larger share of generation ranks would help."
-        text = f"generation bound: {facts}.{more}"
-    else:
-        text = f"training bound: {facts}. A larger share of training ranks would help."
-    if pushed >= 2 * FEW:
-        text += f" Weight pushes took {_percent(pushed)} of the training ranks' time."
-    cores, num_ranks = run.attributes.get("cores"), len(roles(run))
-    if isinstance(cores, int) and 0 < cores < num_ranks:
-        text += f" All {num_ranks} ranks were seen from a node with {cores} usable cores: where ranks share a core, the work of one role slows the other."
-    return text
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.0f} %"
+from areal_hpc.observe.words import Shares, bottleneck
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
     """Numbers of a run; None where the log has none. Raises ConfigError when there is no log."""
-    return _summary(load(run_dir))
+    return summary_of(load(run_dir))
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def summary_of(run: Run) -> dict[str, Any]:
+    """The same of a run that is loaded already."""
     steps, evaluations, of_role = run.steps, run.evaluations, list(roles(run).values())
     result: dict[str, Any] = {"attempts": len(run.timelines), "steps": len(steps), "wall_s": wall_time(run), "training_s": sum(b - a for a, b in run.windows)}
     ordered = evaluations[np.argsort(evaluations["policy_version"], kind="stable")]
@@ -213,7 +52,9 @@ def _summary(run: Run) -> dict[str, Any]:
         result[f"{role}_busy"] = share(run, role, BUSY[role])
     for name in ("failed", "dropped", "masked"):
         result[name] = int(steps[name].sum())
-    return {**result, "bottleneck": bottleneck(run)}
+    cores = run.attributes.get("cores")
+    eta = int(steps["staleness_bound"][-1]) if some else 0
+    return {**result, "bottleneck": bottleneck(Shares.of(run), eta, cores if isinstance(cores, int) else None)}
 
 
 def format_summary(summary: dict[str, Any]) -> str:
@@ -273,7 +114,7 @@ def write_report(run_dir: Path) -> Path:
 
 def markdown(name: str, run: Run, pictures: list[Path], num_samples: int = 0) -> str:
     """The text of report.md for the run `name`."""
-    numbers = _summary(run)
+    numbers = summary_of(run)
     lines = [f"# Run {name}", "", f"The run was {numbers['bottleneck']}" if numbers["steps"] else f"In this run {numbers['bottleneck']}", ""]
     lines += ["```", format_summary(numbers), "```", ""]
     if numbers["steps"] and 0 <= numbers["staleness_bound"] < numbers["staleness_max"]:

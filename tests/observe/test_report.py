@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from areal_hpc.config import ConfigError
-from areal_hpc.observe.report import format_summary, load, markdown, phase_seconds, rank_seconds, summary, wall_time, write_report
+from areal_hpc.observe.report import format_summary, markdown, summary, write_report
+from areal_hpc.observe.runs import load, phase_seconds, rank_seconds, wall_time
 from areal_hpc.observe.schema import PHASES, TABLES
 from areal_hpc.observe.telemetry import Log, read_table
 
@@ -47,11 +48,11 @@ def test_summary_of_a_known_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "starts", "contains"),
     [
-        (Shape(), "training bound", "generation ranks stood at the gate 50 %"),
+        (Shape(), "training bound", "generation ranks stood at the gate 50 %; 2 + 2 ranks would balance (--topology.generation-fraction 0.5; it was 3 + 1)"),
         (
             Shape(wait_s=2.0, decode_s=9.0),
             "generation bound",
-            "waited for data 50 % of the time, generation ranks stood at the gate 0 %. A larger share of generation",
+            "waited for data 50 % of the time, generation ranks stood at the gate 0 %; 3 + 1 is the best split of these ranks: add generation ranks",
         ),
         (Shape(wait_s=2.0, decode_s=3.0), "generation bound", "A larger max_staleness would open the gate earlier"),
         (Shape(decode_s=1.9), "balanced", "waited for data 0 %"),
