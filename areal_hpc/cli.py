@@ -23,7 +23,7 @@ USAGE = """usage: areal-hpc COMMAND ...
   replay RUN [--level train|full]           do again what a run recorded (--log.record) and compare bit for bit: 0 equal, 1 different
                                             --attempt K, --steps N, --grade-again, --force (another machine)
   watch RUN                                 what a run is doing, from another shell, also after it died; --once, --every SECONDS
-  report RUN                                tables, plots and saved answers of a run, in RUN/report
+  report RUN [RUN2 ...]                     one HTML page of plots and tables, and saved answers, in RUN/report; several: compared, in --out DIR
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
   grade FILE.jsonl [--reward.option ...]    rewards of gold/answer pairs or programs, one JSON object per line; - reads standard input
@@ -197,14 +197,24 @@ def watch(args: list[str]) -> int:
 
 
 def report(args: list[str]) -> int:
-    """Write the report of a run and print its summary."""
-    if len(args) != 1:
-        raise ConfigError("areal-hpc report needs one run folder: areal-hpc report RUN")
-    from areal_hpc.observe.report import format_summary, summary, write_report
+    """Write the report of a run, or the comparison of several, and print the summary."""
+    names, given = _take(args, ("--out",))
+    unknown = [name for name in names if name.startswith("-")]
+    if unknown:
+        raise ConfigError(f"unknown option '{unknown[0]}' of areal-hpc report; there is: --out DIR")
+    if not names:
+        raise ConfigError("areal-hpc report needs a run folder, or several to compare: areal-hpc report RUN [RUN2 ...] [--out DIR]")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"areal-hpc report got {max(names, key=names.count)} twice; name each run once")
+    from areal_hpc.observe.report import format_summary, summary, write_comparison, write_report
 
-    path = write_report(Path(args[0]))
-    print(format_summary(summary(Path(args[0]))))
-    print(f"report: {path}")
+    folders, out = [Path(name) for name in names], Path(given["--out"]) if given else None
+    if len(folders) == 1:
+        path = write_report(folders[0], out)
+        print(format_summary(summary(folders[0])))
+    else:
+        path = write_comparison(folders, out or folders[0].resolve().parent / f"comparison-{time.strftime('%Y%m%d-%H%M%S')}")
+    print(f"report: {path.with_name('report.html')}")
     page = path.with_name("samples.html")
     if page.exists():
         print(f"answers: {page}")

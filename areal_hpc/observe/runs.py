@@ -10,6 +10,7 @@ lie outside it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,7 @@ SAMPLED = ("timeline", "ranks", "ring", "graders", "events")
 class Run:
     """Tables of all attempts, as `load` joins them."""
 
-    name: str
-    """Of its folder."""
+    folder: Path
     attributes: dict[str, Attribute]
     """Root attributes of the last attempt's log."""
     starts: list[dict[str, Attribute]]
@@ -53,6 +53,11 @@ class Run:
     """Tables in `SAMPLED`: one per attempt, each on its own clock."""
     windows: list[tuple[float, float]]
     """Training window of each attempt, on its clock: (start, stop) in s."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.folder.resolve().name
 
     @property
     def timelines(self) -> list[np.ndarray]:
@@ -95,6 +100,27 @@ def attempt_logs(run_dir: Path) -> list[Path]:
     return logs
 
 
+def ending(attempt_dir: Path) -> str | None:
+    """How an attempt ended, in words, by its exit.json or failure.json; None while it has neither: it goes on, or was killed as a whole."""
+    ended = _json(attempt_dir / "exit.json")
+    if ended is not None:
+        meaning = {0: "done", 3: "done, but its log is incomplete (exit status 3)", 75: "stopped on request with a complete checkpoint; --resume goes on"}
+        status = ended.get("status")
+        return meaning.get(status, f"ended with exit status {status}") if isinstance(status, int) else "ended"
+    failed = _json(attempt_dir / "failure.json")
+    if failed is not None:
+        return f"failed: {failed.get('name', 'a rank')}: {' '.join(str(failed.get('error', '')).split())[:200]}"
+    return None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def load(run_dir: Path) -> Run:
     """Read and join the logs. Raises ConfigError when there is none or one cannot be read."""
     attempts, starts = [], []
@@ -107,7 +133,7 @@ def load(run_dir: Path) -> Run:
     joined = {name: join_attempts(attempts, name) for name in STEP_OF}
     sampled = {name: [attempt[name] for attempt in attempts] for name in SAMPLED}
     windows = [window(attempt["steps"]) for attempt in attempts]
-    return Run(run_dir.resolve().name, starts[-1], starts, **joined, sampled=sampled, windows=windows)
+    return Run(run_dir, starts[-1], starts, **joined, sampled=sampled, windows=windows)
 
 
 ADDED_TABLES = ("evaluation_sources", "ring", "graders")

@@ -9,7 +9,6 @@ Whether the job lives is told by RUN/owner.json (launch/ownership.py), which it 
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -27,7 +26,7 @@ from rich.text import Text
 from areal_hpc.config import ConfigError
 from areal_hpc.launch.ownership import OWNER_FILE, STALE_S, Owner
 from areal_hpc.observe.progress import decimal, si, step_numbers
-from areal_hpc.observe.runs import BUSY, FEW, attempt_logs, configuration, join_attempts, phase_seconds, read_as_now
+from areal_hpc.observe.runs import BUSY, FEW, attempt_logs, configuration, ending, join_attempts, phase_seconds, read_as_now
 from areal_hpc.observe.schema import PHASES, ROLES
 from areal_hpc.observe.telemetry import read_attributes
 from areal_hpc.observe.words import Shares, bottleneck
@@ -161,15 +160,9 @@ def _shares(timeline: np.ndarray, seconds: Mapping[int, np.ndarray], window_s: t
 
 def _state(run_dir: Path, attempt_dir: Path, now: float, age_s: float, step_s: float) -> tuple[str, bool]:
     """(in words, whether it is over)."""
-    ended = _json(attempt_dir / "exit.json")
+    ended = ending(attempt_dir)
     if ended is not None:
-        status = ended.get("status")
-        meaning = {0: "done", 3: "done, but its log is incomplete (exit status 3)", 75: "stopped on request with a complete checkpoint; --resume goes on"}
-        return meaning.get(int(status if status is not None else -1), f"ended with exit status {status}"), True
-    failed = _json(attempt_dir / "failure.json")
-    if failed is not None:
-        error = " ".join(str(failed.get("error", "")).split())
-        return f"failed: {failed.get('name', 'a rank')}: {error[:200]}", True
+        return ended, True
     owner = run_dir / OWNER_FILE
     try:
         silent_s = now - owner.stat().st_mtime
@@ -183,14 +176,6 @@ def _state(run_dir: Path, attempt_dir: Path, now: float, age_s: float, step_s: f
     if silent_s > 2 * STALE_S:
         return f"gone: {holder or 'its job'} has given no sign of life for {duration(silent_s)}", True
     return "running", False
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 # ---- words and pictures

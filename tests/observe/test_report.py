@@ -104,7 +104,7 @@ def test_report_folder(tmp_path: Path) -> None:
     assert text.splitlines()[2].startswith("The run was training bound: ")
     assert "Some trajectories were older than eta = 1" in text
     assert "recipe: laptop" in text and "| 0 | generation |" in text and "| stop | done |" in text
-    for name in ("learning", "staleness", "throughput", "time"):
+    for name in ("reward", "held_out", "staleness", "throughput", "time", "lengths", "pushes", "ring", "verdicts", "queues", "step_time", "waiting"):
         assert f"({name}.png)" in text
         assert (tmp_path / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "report" / "steps.csv").open() as file:
@@ -156,7 +156,7 @@ def test_run_that_died_before_its_first_step(tmp_path: Path) -> None:
 def test_without_a_bound(tmp_path: Path) -> None:
     write_attempt(tmp_path, 0, Shape(eta=-1, last_step=5))
     assert "bound inf versions" in format_summary(summary(tmp_path))
-    assert "older than eta" not in markdown("run", load(tmp_path), [])
+    assert "older than eta" not in markdown(load(tmp_path), [])
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
