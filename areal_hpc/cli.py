@@ -30,6 +30,9 @@ USAGE = """usage: areal-hpc COMMAND ...
                                             --skip-invalid reports lines that are not JSON instead of stopping
   simulate MODEL_OR_RECIPE [--gpus N ...]   predicted throughput, asynchronous beside synchronous; --from-run RUN: of other settings of a run; --json
   plan --model 7b --gpus 64 [...]           best split, staleness and batch, what bounds them, memory, the sbatch line; --plot FILE, --json
+  trace RUN [--out FILE]                    what all ranks did, on one clock, for ui.perfetto.dev or chrome://tracing: RUN/report/trace.json.gz
+  convert RUN --to csv|tensorboard|wandb    the log for other tools, offline; --out DIR, --follow: while the run goes on
+  index RUN                                 RUN/index.h5: the tables of all attempts as one, by HDF5 virtual datasets
   export CHECKPOINT DIR                     a checkpoint in Hugging Face format
   recipes                                   the recipes there are
 
@@ -40,9 +43,9 @@ areal-hpc run RECIPE --help lists all options with their meaning.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"run": run, "replay": replay, "watch": watch, "report": report, "eval": evaluate, "grade": grade, "export": export, "recipes": recipes} | {
-        "simulate": simulate,
-        "plan": plan,
+    commands = {
+        **{"run": run, "replay": replay, "watch": watch, "report": report, "trace": trace, "convert": convert, "index": index},
+        **{"eval": evaluate, "grade": grade, "simulate": simulate, "plan": plan, "export": export, "recipes": recipes},
     }
     try:
         asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
@@ -219,6 +222,27 @@ def report(args: list[str]) -> int:
     if page.exists():
         print(f"answers: {page}")
     return 0
+
+
+def trace(args: list[str]) -> int:
+    """Write the timeline of all ranks."""
+    from areal_hpc.observe.trace import main as trace_main
+
+    return trace_main(args)
+
+
+def convert(args: list[str]) -> int:
+    """Write the log for another tool."""
+    from areal_hpc.observe.convert import main as convert_main
+
+    return convert_main(args)
+
+
+def index(args: list[str]) -> int:
+    """Join the attempts of a run in one file."""
+    from areal_hpc.observe.index import main as index_main
+
+    return index_main(args)
 
 
 EVAL_FLAGS = {"--num-samples": "--evaluation.num-samples", "--temperature": "--evaluation.temperature"}

@@ -25,8 +25,8 @@ from areal_hpc.config import ConfigError
 from areal_hpc.observe import samples
 from areal_hpc.observe.compare import Group, differences, group_by_seed, interval
 from areal_hpc.observe.progress import si
-from areal_hpc.observe.runs import BUSY, Run, ending, load, rank_seconds, roles, share, wall_time
-from areal_hpc.observe.schema import OUTCOMES, PHASES, ROLES, STATUSES, TABLES
+from areal_hpc.observe.runs import Run, ending, load, rank_seconds, roles, share, wall_time
+from areal_hpc.observe.schema import BUSY, OUTCOMES, PHASES, ROLES, STATUSES, TABLES
 from areal_hpc.observe.words import Shares, bottleneck
 
 if TYPE_CHECKING:

@@ -23,15 +23,13 @@ from areal_hpc.config import ConfigError
 from areal_hpc.observe.schema import PHASES, ROLES, TABLES
 from areal_hpc.observe.telemetry import Attribute, read_attributes, read_table, read_tail
 
-BUSY = {"generation": ("decode", "swap", "evaluate"), "training": ("collect", "prox", "train", "pack")}
-"""Phases in which a rank of the role works; in the others it waits, starts, saves or stops."""
 STEP_OF = {"steps": "step", "trajectories": "batch", "evaluations": "step", "evaluation_sources": "step", "pushes": "version"}
 """Column by which a table's rows belong to training steps."""
 FEW = 0.10
 """Share of time below which a wait is not called a bottleneck."""
 
 
-SAMPLED = ("timeline", "ranks", "ring", "graders", "events")
+SAMPLED = ("timeline", "ranks", "ring", "graders", "events", "clocks")
 """Tables of states and happenings: `Run.sampled` has one of each per attempt."""
 
 
@@ -51,6 +49,8 @@ class Run:
     pushes: np.ndarray
     sampled: dict[str, list[np.ndarray]]
     """Tables in `SAMPLED`: one per attempt, each on its own clock."""
+    attempts: list[dict[str, np.ndarray]]
+    """/steps and /pushes of each attempt, whole: those that a later attempt repeated are in them."""
     windows: list[tuple[float, float]]
     """Training window of each attempt, on its clock: (start, stop) in s."""
 
@@ -132,11 +132,12 @@ def load(run_dir: Path) -> Run:
             raise ConfigError(f"{path}: not a readable log ({' '.join(str(error).split())})") from error
     joined = {name: join_attempts(attempts, name) for name in STEP_OF}
     sampled = {name: [attempt[name] for attempt in attempts] for name in SAMPLED}
+    whole = [{name: attempt[name] for name in ("steps", "pushes")} for attempt in attempts]
     windows = [window(attempt["steps"]) for attempt in attempts]
-    return Run(run_dir, starts[-1], starts, **joined, sampled=sampled, windows=windows)
+    return Run(run_dir, starts[-1], starts, **joined, sampled=sampled, attempts=whole, windows=windows)
 
 
-ADDED_TABLES = ("evaluation_sources", "ring", "graders")
+ADDED_TABLES = ("evaluation_sources", "ring", "graders", "clocks")
 """Tables that logs of earlier versions do not have."""
 
 

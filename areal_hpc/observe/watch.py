@@ -26,8 +26,8 @@ from rich.text import Text
 from areal_hpc.config import ConfigError
 from areal_hpc.launch.ownership import OWNER_FILE, STALE_S, Owner
 from areal_hpc.observe.progress import decimal, si, step_numbers
-from areal_hpc.observe.runs import BUSY, FEW, attempt_logs, configuration, ending, join_attempts, phase_seconds, read_as_now
-from areal_hpc.observe.schema import PHASES, ROLES
+from areal_hpc.observe.runs import FEW, attempt_logs, configuration, ending, join_attempts, phase_seconds, read_as_now
+from areal_hpc.observe.schema import BUSY, PHASES, ROLES
 from areal_hpc.observe.telemetry import read_attributes
 from areal_hpc.observe.words import Shares, bottleneck
 

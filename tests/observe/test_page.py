@@ -54,7 +54,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "cpu_model": "a <processor>",
             "attempt": 1,
             "resumed_from_step": -1,
-            "config": config.format(seed=seed % 2),
+            "config": config.format(seed=seed) + ("setting: other\n" if seed else ""),
             "fingerprint": "f00d" * 16,
         }
         synthetic.write_attempt(folder / f"run-{seed}", 1, synthetic.Shape(seed=seed, eta=1 + seed // 2, attributes=attributes))
