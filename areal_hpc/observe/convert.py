@@ -70,6 +70,7 @@ class WandbSink(Sink):
         except ImportError as error:
             raise missing("wandb", error) from error
         settings = wandb.Settings(mode="offline", console="off", silent=True, disable_git=True)
+        self._wandb = wandb
         self._run = wandb.init(project="areal-hpc", name=run.name, dir=str(folder), config=flat(run.config), settings=settings)
         self._run.define_metric("step")  # rows of two tables do not come in one order: each brings its step along
         for table in ("steps", "evaluations"):
@@ -80,6 +81,7 @@ class WandbSink(Sink):
 
     def close(self) -> None:
         self._run.finish()
+        self._wandb.teardown()  # its service process would stay as long as ours
 
 
 def missing(extra: str, error: ImportError) -> ConfigError:

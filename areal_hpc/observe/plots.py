@@ -101,11 +101,11 @@ def charts(groups: Sequence[Group]) -> Iterator[Chart]:
             yield Chart(name, title, about, _laid_out(figure))
         else:
             plt.close(figure)
-        if name == "throughput" and (stacked := time_of_ranks(groups)) is not None:
-            about = (
-                "Stacked shares of the wall time over all attempts, start and evaluations included; of several runs, means of each role. Hatched: not recorded."
-            )
-            yield Chart("time", "Where the time went", about, _laid_out(stacked))
+        if name != "throughput":
+            continue
+        for name_of, title_of, about_of, whole in TIMES:
+            if (stacked := time_of_ranks(groups, whole=whole)) is not None:
+                yield Chart(name_of, title_of, about_of, _laid_out(stacked))
 
 
 def new_figure(width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, Axes]:
@@ -426,19 +426,31 @@ SINGLE: tuple[tuple[str, str, str, Draw], ...] = (
     ("queues", "Queues at the generation ranks", "State of the generation ranks, about once a second.", _queues),
     ("ring", "Ring", "Fill of each lane between a generation rank and its training rank.", _ring),
 )
-NAMES = tuple(name for name, *_ in (*COMPARED, *SINGLE, ("time",)))
+TIMES = (
+    (
+        "time",
+        "Where the training time went",
+        "Stacked shares of the training windows, first step to last, all attempts; of several runs, means of each role. Hatched: not recorded.",
+        False,
+    ),
+    ("wall_time", "Where the wall time went", "The same of whole attempts, start and evaluations included.", True),
+)
+NAMES = tuple(name for name, *_ in (*COMPARED, *SINGLE, *TIMES))
 """Of all charts that there can be."""
 
 
-def time_of_ranks(groups: Sequence[Group]) -> Figure | None:
-    """Stacked bar of every rank of one run, or of each role of several: seconds in each phase in % of the wall time; what no interval covers is drawn as such."""
+def time_of_ranks(groups: Sequence[Group], *, whole: bool) -> Figure | None:
+    """Stacked bar of every rank of one run, or of each role of several: seconds in each phase in % of whole attempts or of their training windows.
+
+    What no interval covers is drawn as such. None without any time.
+    """
     bars: list[tuple[str, np.ndarray]] = []
     runs = [run for group in groups for run in group.runs]
     for run in runs:
-        wall_s, of_role = wall_time(run), roles(run)
+        wall_s, of_role = wall_time(run) if whole else sum(stop - start for start, stop in run.windows), roles(run)
         if wall_s <= 0:
             continue
-        shares = {rank: 100 * seconds / wall_s for rank, seconds in rank_seconds(run, whole=True).items()}
+        shares = {rank: 100 * seconds / wall_s for rank, seconds in rank_seconds(run, whole=whole).items()}
         if len(runs) == 1:
             bars += [(f"{rank} {of_role[rank]}", shares[rank]) for rank in sorted(shares, key=lambda rank: (of_role[rank], rank))]
         else:
@@ -462,7 +474,7 @@ def time_of_ranks(groups: Sequence[Group]) -> Figure | None:
     axis.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8.5 if len(bars) <= 32 else 5)
     axis.set_ylim(len(bars) - 0.4, -0.6)
     axis.grid(axis="y", visible=False)
-    axis.set(xlim=(0, 100), xlabel="share of the wall time [%]")
+    axis.set(xlim=(0, 100), xlabel="share of the time [%]")
     figure.legend(loc="outside lower center", ncols=4)
     return figure
 

@@ -311,9 +311,19 @@ def _hardware(run: Run) -> Table:
 
 
 def _events(run: Run) -> Table:
-    rows = [[f"{e['time_s']:.1f}", str(e["rank"]), e["kind"].decode(), e["text"].decode()] for e in run.events]
+    several = len(run.starts) > 1
+    rows = [
+        [
+            f"{number + 1}: " * several + f"{event['time_s'] - float(start.get('start_s', 0.0)):.1f}",
+            str(event["rank"]),
+            event["kind"].decode(),
+            event["text"].decode(),
+        ]
+        for number, start in enumerate(run.starts)
+        for event in run.sampled["events"][number]
+    ]
     title = "Events" if len(rows) <= MOST_EVENTS else f"Events, the last {MOST_EVENTS} of {len(rows)}"
-    return Table(title, ["s", "rank", "kind", "text"], rows[-MOST_EVENTS:])
+    return Table(title, ["s of the attempt", "rank", "kind", "text"], rows[-MOST_EVENTS:])
 
 
 # ---- several runs

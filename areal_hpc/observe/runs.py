@@ -65,11 +65,6 @@ class Run:
         return self.sampled["timeline"]
 
     @property
-    def events(self) -> np.ndarray:
-        """/events of all attempts; times are on the clock of each."""
-        return np.concatenate(self.sampled["events"])
-
-    @property
     def config(self) -> dict[str, Any]:
         """The configuration as nested plain data; empty when the log has none."""
         return configuration(self.attributes)
