@@ -25,8 +25,6 @@ from areal_hpc.observe.telemetry import Attribute, read_attributes, read_table, 
 
 STEP_OF = {"steps": "step", "trajectories": "batch", "evaluations": "step", "evaluation_sources": "step", "pushes": "version"}
 """Column by which a table's rows belong to training steps."""
-FEW = 0.10
-"""Share of time below which a wait is not called a bottleneck."""
 
 
 SAMPLED = ("timeline", "ranks", "ring", "graders", "events", "clocks")

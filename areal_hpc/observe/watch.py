@@ -25,14 +25,12 @@ from rich.text import Text
 
 from areal_hpc.config import ConfigError
 from areal_hpc.launch.ownership import OWNER_FILE, STALE_S, Owner
-from areal_hpc.observe.progress import decimal, si, step_numbers
-from areal_hpc.observe.runs import FEW, attempt_logs, configuration, ending, join_attempts, phase_seconds, read_as_now
+from areal_hpc.observe.progress import FEW, LATEST_STEPS, SPARKS, decimal, si, spark_blocks, sparkline, step_numbers
+from areal_hpc.observe.runs import attempt_logs, configuration, ending, join_attempts, phase_seconds, read_as_now
 from areal_hpc.observe.schema import BUSY, PHASES, ROLES
 from areal_hpc.observe.telemetry import read_attributes
 from areal_hpc.observe.words import Shares, bottleneck
 
-LATEST_STEPS = 20
-"""Steps that speed, shares of time and predictions rest on."""
 TIMELINE_ROWS = 50_000
 """Intervals read from the end of /timeline: enough for the latest steps of hundreds of ranks."""
 STATE_ROWS = 4_096
@@ -40,8 +38,6 @@ STATE_ROWS = 4_096
 MAX_RANK_ROWS = 16
 """Ranks shown one by one; of more, the roles."""
 EVENTS_SHOWN = 4
-SPARK_WIDTH = 40
-SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 QUIET_S = 60.0
 """A log without owner file that has not grown for so long, and for five steps, belongs to no living run."""
 
@@ -181,24 +177,6 @@ def _state(run_dir: Path, attempt_dir: Path, now: float, age_s: float, step_s: f
 # ---- words and pictures
 
 
-def sparkline(values: np.ndarray, width: int = SPARK_WIDTH, blocks: str = SPARKS) -> str:
-    """One character for each of at most `width` groups of consecutive values: where the group's mean lies between the smallest and the largest one.
-
-    A space where no value is known.
-    """
-    if not len(values):
-        return ""
-    means = []
-    for group in np.array_split(np.asarray(values, float), min(width, len(values))):
-        known = group[np.isfinite(group)]
-        means.append(float(known.mean()) if len(known) else math.nan)
-    finite = [mean for mean in means if math.isfinite(mean)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    if high == low:
-        return "".join(blocks[len(blocks) // 2] if math.isfinite(mean) else " " for mean in means)
-    return "".join(blocks[min(len(blocks) - 1, int((mean - low) / (high - low) * len(blocks)))] if math.isfinite(mean) else " " for mean in means)
-
-
 def duration(seconds: float) -> str:
     """3725 -> 1 h 02 min; 61 -> 1 min 01 s."""
     whole = max(0, round(seconds))
@@ -320,7 +298,7 @@ def watch(run_dir: Path, *, once: bool = False, every_s: float = 2.0, stream: Te
     On a terminal the view is redrawn; elsewhere the first look is printed as a block, then a line for each new step. Ctrl-C ends watching, not the run.
     """
     stream = stream or sys.stdout
-    blocks = SPARKS if "utf" in (getattr(stream, "encoding", None) or "utf-8").lower() else ASCII_SPARKS
+    blocks = spark_blocks(stream)
     terminal = stream.isatty()
     console = Console(file=stream, highlight=False) if terminal else None
     try:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_hpc.observe.runs import FEW, Run, roles, share
+from areal_hpc.observe.progress import FEW
+from areal_hpc.observe.runs import Run, roles, share
 from areal_hpc.observe.schema import BUSY
 
 WORTH_IT = 1.05

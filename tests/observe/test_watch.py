@@ -23,8 +23,9 @@ import pytest
 from areal_hpc.config import ConfigError
 from areal_hpc.launch.ownership import OWNER_FILE, Owner
 from areal_hpc.observe import watch as module
+from areal_hpc.observe.progress import sparkline
 from areal_hpc.observe.telemetry import Log
-from areal_hpc.observe.watch import duration, look, plain, rank_rows, sparkline, watch
+from areal_hpc.observe.watch import duration, look, plain, rank_rows, watch
 from areal_hpc.observe.words import Shares, best_split, bottleneck
 
 _spec = importlib.util.spec_from_file_location("synthetic", Path(__file__).parent / "synthetic.py")
@@ -144,6 +145,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import numpy as np, synthetic
+from areal_hpc.observe.progress import sparkline
 from areal_hpc.observe.telemetry import Log
 shape, clock, draws = synthetic.Shape(attributes={"config": "train:\\n  num_steps: 100000\\n"}), synthetic.Clock(), np.random.default_rng(0)
 folder = Path(sys.argv[1]) / "attempt-1"
