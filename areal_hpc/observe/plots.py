@@ -63,6 +63,10 @@ PHASE_COLORS = {  # blue: generation works; green: training works; orange: waits
 STATUS_COLORS = dict(zip(STATUSES, (GREEN, ORANGE, "#f6c99b", "#b39a8d", PURPLE, "#b03060", "black", GREY), strict=True))
 WIDTH, HEIGHT = 5.4, 3.3
 """Inches of a plot: at the width of a phone its text is still larger than 7 pt."""
+MOST_VALUES = 1500
+"""Values that a curve draws; of more, groups of neighbours are taken together."""
+MOST_LANES = 8
+"""Lanes of the ring that are drawn: those that were fullest."""
 MOST_POINTS = 400
 """Groups of steps that a stacked plot draws: more cannot be told apart."""
 
@@ -131,6 +135,23 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return means
 
 
+def _reduced(x: np.ndarray, y: np.ndarray, how: Callable[[np.ndarray], Any]) -> tuple[np.ndarray, np.ndarray]:
+    """At most MOST_VALUES points: `how` (a mean, a maximum) of groups of neighbours. A page must stay small however long the run."""
+    if len(x) <= MOST_VALUES:
+        return x, y
+    parts = np.array_split(np.arange(len(x)), MOST_VALUES)
+    return np.array([x[part[0]] for part in parts]), np.array([how(y[part]) for part in parts])
+
+
+def _raw(axis: Axes, x: np.ndarray, y: np.ndarray, color: str) -> None:
+    """Every value, thin; of very many the range from the smallest to the largest of each group."""
+    if len(x) <= MOST_VALUES:
+        axis.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
+    else:
+        (at, low), (_, high) = _reduced(x, y, np.min), _reduced(x, y, np.max)
+        axis.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
+
+
 def _integers(axis: Axes) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -153,12 +174,18 @@ def _curves(axis: Axes, groups: Sequence[Group], values_of: Callable[[Run], tupl
         window = max(1, min(len(x) for x, _ in known) // window_share)
         smoothed = [(x, smooth(np.asarray(y, float), window)) for x, y in known]
         if len(known) > 1:
-            over = band(smoothed)
-            axis.plot(over.x, over.mean, color=color, linewidth=1.8, label=group.label)
-            axis.fill_between(over.x, over.low, over.high, color=color, alpha=0.2, linewidth=0)
+            over = band(smoothed)  # before anything is taken together: the seeds' steps must be the same
+            (at, mean), (_, low), (_, high) = (_reduced(over.x, values, np.mean) for values in (over.mean, over.low, over.high))
+            axis.plot(at, mean, color=color, linewidth=1.8, label=group.label)
+            axis.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
         elif window > 1:
-            axis.plot(*known[0], color=color, alpha=0.3, linewidth=0.8)
-            axis.plot(*smoothed[0], color=color, linewidth=1.8, label=f"{group.label}, mean of {window} steps" if len(groups) == 1 else group.label)
+            _raw(axis, *known[0], color)
+            axis.plot(
+                *_reduced(*smoothed[0], np.mean),
+                color=color,
+                linewidth=1.8,
+                label=f"{group.label}, mean of {window} steps" if len(groups) == 1 else group.label,
+            )
         else:
             axis.plot(*known[0], color=color, linewidth=1.5, marker="o", markersize=3, label=group.label)
     if drawn:
@@ -259,7 +286,8 @@ def _age_course(axis: Axes, groups: Sequence[Group]) -> bool:
                 continue
             bound, color = int(run.steps["staleness_bound"][-1]), COLORS[number % len(COLORS)]
             if len(groups) == len(group.runs) == 1:
-                axis.plot(run.steps["step"], run.steps["staleness_max"], color=ORANGE, linewidth=0.9, drawstyle="steps-mid", label="oldest of the batch")
+                oldest = _reduced(run.steps["step"], run.steps["staleness_max"], np.max)
+                axis.plot(*oldest, color=ORANGE, linewidth=0.9, drawstyle="steps-mid", label="oldest of the batch")
             if bound >= 0:
                 axis.axhline(bound, color="black" if len(groups) == 1 else color, linestyle="--", linewidth=1.0)
     axis.set_ylabel("age [versions]; dashed: the bound")
@@ -303,7 +331,7 @@ def _pushes(axis: Axes, groups: Sequence[Group]) -> bool:
             return False
         parts = {"pack_s": ("pack", PHASE_COLORS["pack"]), "transfer_s": ("transfer, slowest rank", PURPLE), "pause_max_s": ("decoding stood still", ORANGE)}
         for name, (label, color) in parts.items():
-            axis.plot(pushes["version"], 1000 * pushes[name], color=color, linewidth=1.0, marker=".", markersize=3, label=label)
+            axis.plot(*_reduced(pushes["version"], 1000 * pushes[name], np.max), color=color, linewidth=1.0, label=label)
         _integers(axis)
         axis.set(xlabel="policy version", ylabel="milliseconds")
         axis.legend()
@@ -388,13 +416,14 @@ def _ring(axis: Axes, groups: Sequence[Group]) -> bool:
     if len(rows) < 2:
         return False
     start_s = float(rows["time_s"].min())
-    lanes = np.unique(rows["lane"])
+    fullest = {int(lane): int(rows["high_water_bytes"][rows["lane"] == lane].max()) for lane in np.unique(rows["lane"])}
+    lanes = sorted(sorted(fullest, key=lambda lane: -fullest[lane])[:MOST_LANES])
     for number, lane in enumerate(lanes):
         mine = rows[rows["lane"] == lane]
         color = COLORS[number % len(COLORS)]
-        labelled = len(lanes) <= 6
-        axis.plot(mine["time_s"] - start_s, mine["high_water_bytes"], color=color, linestyle="--", linewidth=1.0)
-        axis.plot(mine["time_s"] - start_s, mine["used_bytes"], color=color, linewidth=1.0, label=f"lane {lane}" if labelled else None)
+        seconds = mine["time_s"] - start_s
+        axis.plot(*_reduced(seconds, mine["high_water_bytes"], np.max), color=color, linestyle="--", linewidth=1.0)
+        axis.plot(*_reduced(seconds, mine["used_bytes"], np.max), color=color, linewidth=1.0, label=f"lane {lane}")
     axis.set(xlabel="seconds of the last attempt", ylabel="bytes in use; dashed: most so far")
     axis.yaxis.set_major_formatter(lambda value, _: si(value))
     axis.set_ylim(bottom=0)
@@ -424,7 +453,7 @@ SINGLE: tuple[tuple[str, str, str, Draw], ...] = (
     ("step_time", "Time of a step", "On training rank 0: what the wall time of each step was made of.", _step_time),
     ("verdicts", "Rewards by status", "Verdicts on the trajectories that each step closed.", _statuses),
     ("queues", "Queues at the generation ranks", "State of the generation ranks, about once a second.", _queues),
-    ("ring", "Ring", "Fill of each lane between a generation rank and its training rank.", _ring),
+    ("ring", "Ring", "Fill of the lanes between generation and training ranks, of many the fullest eight.", _ring),
 )
 TIMES = (
     (

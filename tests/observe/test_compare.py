@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.cli import main
+from areal_hpc.observe import plots
 from areal_hpc.observe.compare import T_95, band, differences, group_by_seed, interval
 from areal_hpc.observe.report import comparison_paragraphs, comparison_tables
 from areal_hpc.observe.runs import Run, load
@@ -87,7 +88,8 @@ def test_differences_beyond_chance_are_told_from_others(tmp_path: Path) -> None:
     assert "told apart" not in comparison_paragraphs(group_by_seed(runs))[0]
 
 
-def test_comparison_folder(tmp_path: Path, runs: list[Run], capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_folder(tmp_path: Path, runs: list[Run], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "COMPARED", plots.COMPARED[:2])  # test_page.py draws all
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.png").write_text("not ours")

@@ -6,13 +6,17 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from areal_hpc.observe import plots
+from areal_hpc.observe.compare import Group
 from areal_hpc.observe.report import write_comparison, write_report
+from areal_hpc.observe.runs import load
 
 
 def _load(name: str) -> ModuleType:
@@ -92,6 +96,30 @@ def test_page_says_what_the_run_was(pages: dict[str, Path]) -> None:
     for title in ("Attempts and failures", "Where it ran", "Ring, last attempt", "Trajectories and rewards by status", "Events"):
         assert title in text
     assert "no training step finished" in pages["empty"].read_text() and "Options that differ" in pages["three"].read_text()
+
+
+@pytest.mark.slow
+def test_plots_of_a_long_run_stay_small(tmp_path: Path) -> None:
+    """30,000 steps: a page that a browser opens at once."""
+    synthetic.write_attempt(tmp_path, 1, synthetic.Shape(last_step=3, ranks=2))
+    run, num = load(tmp_path), 30_000
+    draws = np.random.default_rng(0)
+
+    def longer(rows: np.ndarray, column: str) -> np.ndarray:
+        out = np.resize(rows, num)
+        for name in rows.dtype.names or ():
+            if rows.dtype[name].kind == "f":
+                out[name] = draws.random(num)
+        out[column] = np.arange(1, num + 1)
+        return out
+
+    sampled = run.sampled | {"ring": [longer(run.sampled["ring"][0], "time_s")], "ranks": [longer(run.sampled["ranks"][0], "time_s")]}
+    long = replace(run, steps=longer(run.steps, "step"), pushes=longer(run.pushes, "version"), trajectories=longer(run.trajectories, "batch"), sampled=sampled)
+    sizes = {}
+    for chart in plots.charts([Group("long", (long,))]):
+        sizes[chart.name] = len(chart.svg_uri())
+        chart.close()
+    assert len(sizes) == 16 and max(sizes.values()) < 500_000, sizes
 
 
 def test_every_number_of_the_time_table_is_there_and_sums_to_100(pages: dict[str, Path]) -> None:

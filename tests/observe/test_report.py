@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.config import ConfigError
+from areal_hpc.observe import plots
 from areal_hpc.observe.report import format_summary, markdown, summary, write_report
 from areal_hpc.observe.runs import load, phase_seconds, rank_seconds, wall_time
 from areal_hpc.observe.schema import PHASES, TABLES
@@ -23,6 +24,13 @@ synthetic = importlib.util.module_from_spec(_spec)
 sys.modules["synthetic"] = synthetic
 _spec.loader.exec_module(synthetic)
 Shape, write_attempt = synthetic.Shape, synthetic.write_attempt
+
+
+@pytest.fixture
+def few_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at the text: drawing all takes seconds."""
+    monkeypatch.setattr(plots, "COMPARED", plots.COMPARED[:2])
+    monkeypatch.setattr(plots, "SINGLE", ())
 
 
 def test_summary_of_a_known_run(tmp_path: Path) -> None:
@@ -113,7 +121,7 @@ def test_report_folder(tmp_path: Path) -> None:
     assert [float(row["reward_mean"]) for row in rows] == load(tmp_path).steps["reward_mean"].tolist()
 
 
-def test_several_answers_and_sources(tmp_path: Path) -> None:
+def test_several_answers_and_sources(tmp_path: Path, few_plots: None) -> None:
     (tmp_path / "attempt-1").mkdir()
     log = Log.create(tmp_path / "attempt-1" / "log.h5", {})
     found = {"num_problems": 8, "k": 4, "correct": 8, "accuracy": 0.25, "ci95": 0.2, "ci_low": 0.1, "ci_high": 0.5, "pass_k": 0.75, "answer_tokens_mean": 9.5}
@@ -129,7 +137,7 @@ def test_several_answers_and_sources(tmp_path: Path) -> None:
     assert "## Evaluation of version 5 by source" in text and "| a\\|b | 25.0 % (10.0 to 50.0) | 75.0 % | 50.0 % | 8 | 4 | 9.5 |" in text
 
 
-def test_log_of_an_earlier_version(tmp_path: Path) -> None:
+def test_log_of_an_earlier_version(tmp_path: Path, few_plots: None) -> None:
     """Without the table and the columns that came later: its numbers as they were."""
     path = write_attempt(tmp_path, 0, Shape(last_step=5))
     added = {"k", "ci_low", "ci_high", "pass_k", "majority_k", "truncated", "no_answer", "ungraded"}
@@ -144,7 +152,7 @@ def test_log_of_an_earlier_version(tmp_path: Path) -> None:
     assert "| 5 | 54.1 % (+- 4.3) | 512 | 1 | 40.0 | 5.0 |" in write_report(tmp_path).read_text()
 
 
-def test_run_that_died_before_its_first_step(tmp_path: Path) -> None:
+def test_run_that_died_before_its_first_step(tmp_path: Path, few_plots: None) -> None:
     (tmp_path / "attempt-0").mkdir()
     Log.create(tmp_path / "attempt-0" / "log.h5", {}).close()
     numbers = summary(tmp_path)
