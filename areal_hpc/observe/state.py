@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from areal_hpc.observe.memory import resident_bytes
@@ -39,11 +40,16 @@ def gpu_state() -> dict[str, Any]:
     if device is None:
         return nothing
     nvml, handle = device
-    with contextlib.suppress(nvml.NVMLError):  # a driver may offer one and not another (MIG slices have no power); numbers for people are not worth the run
-        nothing["gpu_memory_bytes"] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-        nothing["gpu_power_w"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-        nothing["gpu_utilisation"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    return nothing
+    questions: dict[str, Callable[[], Any]] = {
+        "gpu_memory_bytes": lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+        "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "gpu_utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+    }
+    found = dict(nothing)
+    for name, ask in questions.items():
+        with contextlib.suppress(nvml.NVMLError):  # a driver may tell one and not another (MIG slices have no power); a number for people is not worth the run
+            found[name] = ask()
+    return found
 
 
 def _device() -> tuple[Any, Any] | None:

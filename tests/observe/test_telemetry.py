@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.observe.schema import TABLES, split_utf8, to_rows
-from areal_hpc.observe.telemetry import Log, MemoryLog, open_log, read_attributes, read_table, sidecar_path
+from areal_hpc.observe.telemetry import Log, MemoryLog, open_log, read_attributes, read_table, read_tail, sidecar_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -322,6 +322,21 @@ def test_refused_write_goes_on_as_text_without_gap_or_double(tmp_path: Path, lim
     with sidecar_path(path).open("a") as file:
         file.write('{"table": "timeline", "row": 99')  # a line that a kill cut
     assert len(read_table(path, "timeline")) == 40 * flushes
+
+
+def test_tail_is_the_end_of_the_table_in_file_and_text(tmp_path: Path) -> None:
+    path = tmp_path / "log.h5"
+    result = child(FULL, path, 120_000, 40)
+    assert result.returncode == 0 and sidecar_path(path).exists(), result.stderr
+    whole = tmp_path / "whole.h5"
+    log = Log.create(whole, {}, Clock())
+    log.append("timeline", intervals(1600))
+    log.close()
+    for most in (0, 1, 1599, 1600, 5000):
+        for log_path in (path, whole):
+            np.testing.assert_array_equal(read_tail(log_path, "timeline", most), intervals(1600)[max(0, 1600 - most) :])
+    with pytest.raises(KeyError):
+        read_tail(whole, "no_such_table", 1)
 
 
 def test_full_disk_ends_cleanly_even_without_a_hard_exit(tmp_path: Path) -> None:
