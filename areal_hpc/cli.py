@@ -1,4 +1,4 @@
-"""The command line: `areal-hpc run | replay | report | eval | grade | simulate | plan | export | submit | doctor`. Heavy imports come after the arguments are understood.
+"""The command line of `areal-hpc`; `USAGE` lists its commands. Heavy imports come after the arguments are understood.
 
 Exit status: 0 done; 2 the configuration or data is wrong (one line, no traceback); 3 done, but the log is incomplete (a disk was full);
 75 stopped on a signal with a complete checkpoint; anything else a failure.
@@ -23,13 +23,17 @@ USAGE = """usage: areal-hpc COMMAND ...
                                             --run-dir RUN --resume goes on from the newest complete checkpoint of RUN
   replay RUN [--level train|full]           do again what a run recorded (--log.record) and compare bit for bit: 0 equal, 1 different
                                             --attempt K, --steps N, --grade-again, --force (another machine)
-  report RUN                                tables, plots and saved answers of a run, in RUN/report
+  watch RUN                                 what a run is doing, from another shell, also after it died; --once, --every SECONDS
+  report RUN [RUN2 ...]                     one HTML page of plots and tables, and saved answers, in RUN/report; several: compared, in --out DIR
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
   grade FILE.jsonl [--reward.option ...]    rewards of gold/answer pairs or programs, one JSON object per line; - reads standard input
                                             --skip-invalid reports lines that are not JSON instead of stopping
   simulate MODEL_OR_RECIPE [--gpus N ...]   predicted throughput, asynchronous beside synchronous; --from-run RUN: of other settings of a run; --json
   plan --model 7b --gpus 64 [...]           best split, staleness and batch, what bounds them, memory, the sbatch line; --plot FILE, --json
+  trace RUN [--out FILE]                    what all ranks did, on one clock, for ui.perfetto.dev or chrome://tracing: RUN/report/trace.json.gz
+  convert RUN --to csv|tensorboard|wandb    the log for other tools, offline; --out DIR, --follow: while the run goes on
+  index RUN                                 RUN/index.h5: the tables of all attempts as one, by HDF5 virtual datasets
   export CHECKPOINT DIR                     a checkpoint in Hugging Face format
   submit RECIPE [--nodes N ...] [options]   the same as a Slurm job through submitit; --dry-run prints the script, --test-only asks Slurm about it, --help
   doctor [--json]                           what this machine has, each with a verdict and a mend; under srun or mpiexec: between the ranks
@@ -43,17 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
-        "run": run,
-        "replay": replay,
-        "report": report,
-        "eval": evaluate,
-        "grade": grade,
-        "simulate": simulate,
-        "plan": plan,
-        "export": export,
-        "submit": submit,
-        "doctor": doctor,
-        "recipes": recipes,
+        **{"run": run, "replay": replay, "watch": watch, "report": report, "trace": trace, "convert": convert, "index": index},
+        **{"eval": evaluate, "grade": grade, "simulate": simulate, "plan": plan, "export": export},
+        **{"submit": submit, "doctor": doctor, "recipes": recipes},
     }
     try:
         asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
@@ -200,19 +196,57 @@ def replay(args: list[str]) -> int:
     return replay_main(args)
 
 
-def report(args: list[str]) -> int:
-    """Write the report of a run and print its summary."""
-    if len(args) != 1:
-        raise ConfigError("areal-hpc report needs one run folder: areal-hpc report RUN")
-    from areal_hpc.observe.report import format_summary, summary, write_report
+def watch(args: list[str]) -> int:
+    """Show what a run is doing."""
+    from areal_hpc.observe.watch import main as watch_main
 
-    path = write_report(Path(args[0]))
-    print(format_summary(summary(Path(args[0]))))
-    print(f"report: {path}")
+    return watch_main(args)
+
+
+def report(args: list[str]) -> int:
+    """Write the report of a run, or the comparison of several, and print the summary."""
+    names, given = _take(args, ("--out",))
+    unknown = [name for name in names if name.startswith("-")]
+    if unknown:
+        raise ConfigError(f"unknown option '{unknown[0]}' of areal-hpc report; there is: --out DIR")
+    if not names:
+        raise ConfigError("areal-hpc report needs a run folder, or several to compare: areal-hpc report RUN [RUN2 ...] [--out DIR]")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"areal-hpc report got {max(names, key=names.count)} twice; name each run once")
+    from areal_hpc.observe.report import format_summary, summary, write_comparison, write_report
+
+    folders, out = [Path(name) for name in names], Path(given["--out"]) if given else None
+    if len(folders) == 1:
+        path = write_report(folders[0], out)
+        print(format_summary(summary(folders[0])))
+    else:
+        path = write_comparison(folders, out or folders[0].resolve().parent / f"comparison-{time.strftime('%Y%m%d-%H%M%S')}")
+    print(f"report: {path.with_name('report.html')}")
     page = path.with_name("samples.html")
     if page.exists():
         print(f"answers: {page}")
     return 0
+
+
+def trace(args: list[str]) -> int:
+    """Write the timeline of all ranks."""
+    from areal_hpc.observe.trace import main as trace_main
+
+    return trace_main(args)
+
+
+def convert(args: list[str]) -> int:
+    """Write the log for another tool."""
+    from areal_hpc.observe.convert import main as convert_main
+
+    return convert_main(args)
+
+
+def index(args: list[str]) -> int:
+    """Join the attempts of a run in one file."""
+    from areal_hpc.observe.index import main as index_main
+
+    return index_main(args)
 
 
 EVAL_FLAGS = {"--num-samples": "--evaluation.num-samples", "--temperature": "--evaluation.temperature"}

@@ -231,6 +231,7 @@ def generate(
     )
     tape.attach(worker)
     worker.run()
+    topology.clock_drifts(world, config.transport.push_deadline_s)
     tape.close()
     phases.enter("stop")
     worker.mailbox.drain(config.transport.push_deadline_s)
@@ -289,6 +290,9 @@ def train(
         with phases("save"):
             save_model(run_dir / "model", trainer, decoder_config, tokenizer_files)
     summary = end_run(rank, finished=finished) | tape.summary(rank)
+    drifts = topology.clock_drifts(world, config.transport.push_deadline_s)
+    if head is not None:
+        head.recorder.log.append("clocks", drifts)
     tape.close()
     phases.enter("stop")
     lanes.close(config.transport.push_deadline_s)
@@ -346,6 +350,10 @@ def open_head(
         **problems.report.attributes(),
         "num_generation_ranks": world.num_generation,
         "num_training_ranks": world.num_training,
+        "hosts": ", ".join(world.hosts),
+        "node_of_rank": " ".join(map(str, world.node_of_rank)),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "",
+        "job_end_unix": float(os.environ.get("SLURM_JOB_END_TIME") or 0),
         **hardware(),
     }
     guard.reserve(attempt_dir)

@@ -56,13 +56,15 @@ class World:
     hosts: tuple[str, ...]
     """Host name of each node."""
     clock_offset_s: float
-    """What training rank 0's `time.monotonic()` is ahead of this rank's; 0 on its own node."""
+    """What training rank 0's `time.monotonic()` was ahead of this rank's at `joined_s`; 0 on its own node."""
     comm: MPI.Comm
     role_comm: MPI.Comm
     node_comm: MPI.Comm
     control: MPI.Comm
     forward: MPI.Comm
     """Carries ring records, credits and signs of life between nodes (transport/forward.py)."""
+    joined_s: float = 0.0
+    """When the clocks were compared, on the run's clock."""
 
     @property
     def size(self) -> int:
@@ -141,6 +143,7 @@ def join(config: Config, *, training_only: bool = False) -> World:
     role = roles[comm.rank]
     role_comm = comm.Split(0 if role == "generation" else 1, comm.rank)
     forward = comm.Dup()
+    offset_s = _clock_offset(forward, node_comm, node_of_rank, reference=roles.index("training"))
     return World(
         world_rank=comm.rank,
         role=role,
@@ -150,12 +153,13 @@ def join(config: Config, *, training_only: bool = False) -> World:
         training_ranks=tuple(r for r, x in enumerate(roles) if x == "training"),
         node_of_rank=node_of_rank,
         hosts=hosts,
-        clock_offset_s=_clock_offset(forward, node_comm, node_of_rank, reference=roles.index("training")),
+        clock_offset_s=offset_s,
         comm=comm,
         role_comm=role_comm,
         node_comm=node_comm,
         control=comm.Dup(),
         forward=forward,
+        joined_s=time.monotonic() + offset_s,
     )
 
 
@@ -175,20 +179,53 @@ def _clock_offset(comm: MPI.Comm, node_comm: MPI.Comm, node_of_rank: Sequence[in
     for node in sorted(set(node_of_rank) - {node_of_rank[reference]}):
         leader = node_of_rank.index(node)
         if comm.rank == reference:
-            for _ in range(CLOCK_ROUNDS):
-                comm.recv(source=leader)
-                comm.send(time.monotonic(), dest=leader)
+            _answer_clock(comm, leader)
         elif comm.rank == leader:
-            rounds = []
-            for _ in range(CLOCK_ROUNDS):
-                asked_at = time.monotonic()
-                comm.send(None, dest=reference)
-                answer: float = comm.recv(source=reference)
-                told_at = time.monotonic()
-                rounds.append((told_at - asked_at, answer - (asked_at + told_at) / 2))
-            offset_s = min(rounds)[1]
+            offset_s = min(_ask_clock(comm, reference))[1]
     shared: float = node_comm.bcast(offset_s)
     return shared
+
+
+def _answer_clock(comm: MPI.Comm, asker: int) -> None:
+    for _ in range(CLOCK_ROUNDS):
+        comm.recv(source=asker)
+        comm.send(time.monotonic(), dest=asker)
+
+
+def _ask_clock(comm: MPI.Comm, reference: int) -> list[tuple[float, float]]:
+    """(round trip, seconds that the reference's monotonic clock is ahead) of each question."""
+    rounds = []
+    for _ in range(CLOCK_ROUNDS):
+        asked_at = time.monotonic()
+        comm.send(None, dest=reference)
+        answer: float = comm.recv(source=reference)
+        told_at = time.monotonic()
+        rounds.append((told_at - asked_at, answer - (asked_at + told_at) / 2))
+    return rounds
+
+
+def clock_drifts(world: World, deadline_s: float) -> list[dict[str, float]]:
+    """Every node's clock against the run's once more, at the end of a run: on training rank 0 rows of /clocks, elsewhere nothing. Collective over the world.
+
+    Only the lowest rank of each node takes part, and nobody where there is one node. Raises TimeoutError that names a node which does not come within `deadline_s`.
+    """
+    reference, rows = world.training_ranks[0], []
+    for node in sorted(set(world.node_of_rank) - {world.node_of_rank[reference]}):
+        leader = world.node_of_rank.index(node)
+        if world.world_rank == reference:
+            stop_at = time.monotonic() + deadline_s
+            while not world.comm.iprobe(source=leader):
+                if time.monotonic() > stop_at:
+                    raise TimeoutError(f"waited {deadline_s:g} s for {world.full_name_of(leader)} to measure its clock")
+                time.sleep(0.001)
+            _answer_clock(world.comm, leader)
+            round_trip_s, offset_s, began_s = world.comm.recv(source=leader)
+            rows += [{"node": node, "time_s": began_s, "offset_s": 0.0, "error_s": 0.0}]
+            rows += [{"node": node, "time_s": time.monotonic(), "offset_s": offset_s, "error_s": round_trip_s / 2}]
+        elif world.world_rank == leader:
+            round_trip_s, total_s = min(_ask_clock(world.comm, reference))
+            world.comm.send((round_trip_s, total_s - world.clock_offset_s, world.joined_s), dest=reference)
+    return rows
 
 
 def check_size(size: int) -> None:

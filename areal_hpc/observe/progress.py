@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any, Literal, TextIO
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,8 +19,17 @@ from rich.text import Text
 
 from areal_hpc.walltime import Walltime
 
+if TYPE_CHECKING:
+    import numpy as np
+
 MAX_LINES = 200  # of a batch log, for any number of steps, as long as they follow each other within
 QUIET_S = 30.0
+SPARK_WIDTH = 40
+SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+LATEST_STEPS = 20
+"""Steps that speed, shares of time and predictions rest on."""
+FEW = 0.10
+"""Share of the time below which a wait is not called a bottleneck."""
 
 
 def si(value: float) -> str:
@@ -38,6 +47,27 @@ def decimal(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "-"
 
 
+def spark_blocks(stream: TextIO) -> str:
+    """Characters of a curve that the stream can take, low to high."""
+    return SPARKS if "utf" in (getattr(stream, "encoding", None) or "utf-8").lower() else ASCII_SPARKS
+
+
+def sparkline(values: Sequence[float] | np.ndarray, width: int = SPARK_WIDTH, blocks: str = SPARKS) -> str:
+    """One character for each of at most `width` groups of consecutive values: where the group's mean lies between the smallest and the largest one.
+
+    A space where no value is known.
+    """
+    num_groups, means = min(width, len(values)), []
+    for k in range(num_groups):
+        group = [float(value) for value in values[k * len(values) // num_groups : (k + 1) * len(values) // num_groups] if math.isfinite(value)]
+        means.append(sum(group) / len(group) if group else math.nan)
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    if high == low:
+        return "".join(blocks[len(blocks) // 2] if math.isfinite(mean) else " " for mean in means)
+    return "".join(blocks[min(len(blocks) - 1, int((mean - low) / (high - low) * len(blocks)))] if math.isfinite(mean) else " " for mean in means)
+
+
 def step_numbers(row: Mapping[str, Any]) -> str:
     """What one row of /steps says, in one line; counts of lost work only where there is some."""
     bound = "inf" if row["staleness_bound"] < 0 else row["staleness_bound"]
@@ -50,6 +80,14 @@ def step_numbers(row: Mapping[str, Any]) -> str:
     ]
     lost = [f"{name} {row[name]}" for name in ("failed", "dropped", "filtered", "masked", "skipped_updates") if row[name]]
     return "  ".join(parts + lost)
+
+
+def waits(times: Sequence[tuple[float, float]]) -> str:
+    """Who waits, as training rank 0 sees it. `times`: (seconds it waited for data, seconds of the step) of the latest steps. The report sees both roles and says more."""
+    total_s = sum(wall_s for _, wall_s in times)
+    share = sum(wait_s for wait_s, _ in times) / total_s if total_s > 0 else 0.0
+    verdict = "generation bound" if share >= FEW else "generation keeps up"
+    return f"training waited for data {100 * share:.0f} % of the last {len(times)} steps: {verdict}"
 
 
 class Progress:
@@ -92,7 +130,7 @@ class Progress:
             self._walltime.step(float(row["wall_s"]))
         if self._live:
             try:
-                self._live.show(int(row["step"]), self._numbers(row))
+                self._live.show(row, step_numbers(row))
             except OSError:
                 self.num_unsaid += 1
         elif row["step"] % self._every == 0 or row["step"] in (1, self._num_steps) or time.monotonic() > self._said_at + QUIET_S:
@@ -122,12 +160,20 @@ class _Live:
         self._task = self._bar.add_task("", total=num_steps)
         first = Group(self._bar, Text("waiting for the first batch"))
         self._live = Live(first, console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._blocks = spark_blocks(stream)
+        self._rewards: list[float] = []
+        self._rates: list[float] = []
+        self._times: list[tuple[float, float]] = []
         self._live.start(refresh=True)
         self.console.show_cursor(True)  # a rank may end by os._exit: the user's cursor must not stay hidden
 
-    def show(self, step: int, numbers: str) -> None:
-        self._bar.update(self._task, completed=step)
-        self._live.update(Group(self._bar, Text(numbers)), refresh=True)
+    def show(self, row: Mapping[str, Any], numbers: str) -> None:
+        self._bar.update(self._task, completed=int(row["step"]))
+        self._rewards.append(float(row["reward_mean"]))
+        self._rates.append(float(row["tokens_per_s"]))
+        self._times = [*self._times, (float(row["generation_wait_s"]), float(row["wall_s"]))][-LATEST_STEPS:]
+        curves = (f"{name} {sparkline(values, blocks=self._blocks)}" for name, values in (("reward", self._rewards), ("tok/s", self._rates)))
+        self._live.update(Group(self._bar, Text(numbers), Text("  ".join(curves)), Text(waits(self._times))), refresh=True)
 
     def stop(self) -> None:
         self._live.stop()

@@ -1,197 +1,47 @@
 """From the logs of a run to what one wants to know of it: is it learning, what bounds it, how old is the data.
 
-1. `load` joins the attempts of a run: where a later attempt repeated steps after a restart, its rows count and the earlier ones do not. The version that it began
-   with is pushed, and perhaps evaluated, a second time: there too the later rows count.
-2. `summary` reduces the tables to a few numbers; `bottleneck` puts in words which role waited for which.
-3. `write_report` writes RUN/report/: report.md, four PNG plots (see plots.py), steps.csv, and samples.html if the run saved answers for reading.
+1. `summary` reduces the joined tables (runs.py) to a few numbers; words.py puts in words which role waited for which.
+2. `tables` makes what one wants to look up: evaluations, time of each rank, outcomes, failures, ring, hardware, events.
+3. `write_report` writes RUN/report/: report.html (one page that needs nothing else), report.md with the same content and PNG plots (plots.py), steps.csv, and
+   samples.html if the run saved answers for reading. `write_comparison` does so for several runs: groups over seeds with intervals, options that differ (compare.py).
 
-Shares of time refer to the training window of an attempt, from the start of its first step to the end of its last; starting up and the
-evaluations before and after lie outside it. The plot of all phases covers the whole attempt.
+The plot and the table of all phases cover whole attempts; shares of time, their training windows.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from areal_hpc.config import ConfigError
 from areal_hpc.observe import samples
+from areal_hpc.observe.compare import Group, differences, group_by_seed, interval
 from areal_hpc.observe.progress import si
-from areal_hpc.observe.schema import OUTCOMES, PHASES, ROLES, STATUSES, TABLES
-from areal_hpc.observe.telemetry import Attribute, read_attributes, read_table
+from areal_hpc.observe.runs import Run, ending, load, rank_seconds, roles, share, wall_time
+from areal_hpc.observe.schema import BUSY, OUTCOMES, PHASES, ROLES, STATUSES, TABLES
+from areal_hpc.observe.words import Shares, bottleneck
 
-BUSY = {"generation": ("decode", "swap", "evaluate"), "training": ("collect", "prox", "train", "pack")}
-"""Phases in which a rank of the role works; in the others it waits, starts, saves or stops."""
-STEP_OF = {"steps": "step", "trajectories": "batch", "evaluations": "step", "evaluation_sources": "step", "pushes": "version"}
-"""Column by which a table's rows belong to training steps."""
-FEW = 0.10
-"""Share of time below which a wait is not called a bottleneck."""
+if TYPE_CHECKING:
+    from areal_hpc.observe.plots import Chart
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Tables of all attempts. `timelines`: one table per attempt, each on its own clock; `windows`: training window of each."""
-
-    attributes: dict[str, Attribute]
-    steps: np.ndarray
-    trajectories: np.ndarray
-    evaluations: np.ndarray
-    evaluation_sources: np.ndarray
-    pushes: np.ndarray
-    events: np.ndarray
-    timelines: list[np.ndarray]
-    windows: list[tuple[float, float]]
-
-
-def attempt_logs(run_dir: Path) -> list[Path]:
-    """RUN/attempt-K/log.h5 by K. Raises ConfigError when there is none."""
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such folder; give the folder of a run, as runs/RECIPE-TIME")
-    numbered = [(path.parent.name.removeprefix("attempt-"), path) for path in run_dir.glob("attempt-*/log.h5")]
-    logs = [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdigit())]
-    if not logs:
-        raise ConfigError(f"{run_dir}: no log of a run (looked for attempt-*/log.h5)")
-    return logs
-
-
-def load(run_dir: Path) -> Run:
-    """Read and join the logs. Raises ConfigError when there is none or one cannot be read."""
-    attempts, attributes = [], {}
-    for path in attempt_logs(run_dir):
-        try:
-            attempts.append({name: _read(path, name) for name in TABLES})
-            attributes = read_attributes(path)
-        except (OSError, KeyError) as error:
-            raise ConfigError(f"{path}: not a readable log ({' '.join(str(error).split())})") from error
-    joined = {name: _join(attempts, name, column) for name, column in STEP_OF.items()}
-    windows = [_window(attempt["steps"]) for attempt in attempts]
-    events = np.concatenate([attempt["events"] for attempt in attempts])
-    return Run(attributes, **joined, events=events, timelines=[attempt["timeline"] for attempt in attempts], windows=windows)
-
-
-ADDED_TABLES = ("evaluation_sources",)
-"""Tables that logs of earlier versions do not have."""
-
-
-def _read(path: Path, name: str) -> np.ndarray:
-    """The table as this version knows it: what an earlier version did not write is not a number, 0 or empty. Raises OSError, KeyError."""
-    dtype = TABLES[name].dtype
-    try:
-        rows = read_table(path, name)
-    except KeyError:
-        if name in ADDED_TABLES:
-            return np.zeros(0, dtype)
-        raise
-    if rows.dtype.names == dtype.names:
-        return rows
-    out = np.zeros(len(rows), dtype)
-    for column in TABLES[name].column_names:
-        if column in (rows.dtype.names or ()):
-            out[column] = rows[column]
-        elif dtype[column].kind == "f":
-            out[column] = math.nan
-    return out
-
-
-def _join(attempts: list[dict[str, np.ndarray]], table: str, column: str) -> np.ndarray:
-    parts: list[np.ndarray] = []
-    first_step_later = math.inf
-    for attempt in reversed(attempts):
-        rows = attempt[table]
-        rows = rows[rows[column] < first_step_later]
-        if column != "batch":  # one row a version: the one that a later attempt began with is in both
-            rows = rows[~np.isin(rows[column], [row for part in parts for row in part[column]])]
-        parts.append(rows)
-        if len(attempt["steps"]):
-            first_step_later = min(first_step_later, int(attempt["steps"]["step"].min()))
-    return np.concatenate(parts[::-1])
-
-
-def _window(steps: np.ndarray) -> tuple[float, float]:
-    return (float((steps["end_s"] - steps["wall_s"]).min()), float(steps["end_s"].max())) if len(steps) else (0.0, 0.0)
-
-
-def phase_seconds(timeline: np.ndarray, start_s: float, stop_s: float) -> dict[int, np.ndarray]:
-    """World rank -> seconds in each of PHASES between `start_s` and `stop_s`."""
-    inside = np.minimum(timeline["stop_s"], stop_s) - np.maximum(timeline["start_s"], start_s)
-    return {
-        int(rank): np.bincount(timeline["phase"][mine], np.maximum(inside[mine], 0.0), minlength=len(PHASES))
-        for rank in np.unique(timeline["rank"])
-        for mine in [timeline["rank"] == rank]
-    }
-
-
-def roles(run: Run) -> dict[int, str]:
-    """World rank -> role."""
-    return {int(rank): ROLES[role] for timeline in run.timelines for rank, role in np.unique(timeline[["rank", "role"]]).tolist()}
-
-
-def wall_time(run: Run) -> float:
-    """Seconds from the first to the last thing that any rank did, over all attempts."""
-    return sum(float(timeline["stop_s"].max() - timeline["start_s"].min()) for timeline in run.timelines if len(timeline))
-
-
-def rank_seconds(run: Run, whole: bool) -> dict[int, np.ndarray]:
-    """World rank -> seconds in each phase, summed over attempts: of the whole attempts, or of their training windows."""
-    total: dict[int, np.ndarray] = {}
-    for timeline, window in zip(run.timelines, run.windows, strict=True):
-        for rank, seconds in phase_seconds(timeline, *((-math.inf, math.inf) if whole else window)).items():
-            total[rank] = total.get(rank, np.zeros(len(PHASES))) + seconds
-    return total
-
-
-def share(run: Run, role: str, phases: tuple[str, ...]) -> float | None:
-    """Mean over the ranks of the role of the share of the training windows spent in `phases`; None without steps."""
-    window_s = sum(stop - start for start, stop in run.windows)
-    ranks = [rank for rank, its_role in roles(run).items() if its_role == role]
-    if not ranks or window_s == 0:
-        return None
-    seconds = rank_seconds(run, whole=False)
-    return float(np.mean([sum(seconds[rank][PHASES.index(phase)] for phase in phases) for rank in ranks]) / window_s)
-
-
-def bottleneck(run: Run) -> str:
-    """One or two sentences: which role waited for which, how much, and what would change it."""
-    waited, gated = share(run, "training", ("wait_data",)), share(run, "generation", ("gated",))
-    full, pushed = share(run, "generation", ("ring_full",)), share(run, "training", ("pack", "push_wait"))
-    if waited is None or gated is None or full is None or pushed is None:
-        return "no training step finished, so nothing can be said about a bottleneck."
-    facts = f"training ranks waited for data {_percent(waited)} of the time, generation ranks stood at the gate {_percent(gated)}"
-    facts += f" and before a full ring {_percent(full)}" if full >= 0.005 else ""
-    eta = int(run.steps["staleness_bound"][-1])
-    if eta == 0:
-        text = f"synchronous (max_staleness = 0), so the roles take turns: {facts}. A larger max_staleness lets them overlap."
-    elif max(waited, gated + full) < FEW:
-        text = f"balanced: {facts}."
-    elif waited >= gated + full:
-        more = " A larger max_staleness would open the gate earlier." if gated >= FEW else " A larger share of generation ranks would help."
-        text = f"generation bound: {facts}.{more}"
-    else:
-        text = f"training bound: {facts}. A larger share of training ranks would help."
-    if pushed >= 2 * FEW:
-        text += f" Weight pushes took {_percent(pushed)} of the training ranks' time."
-    cores, num_ranks = run.attributes.get("cores"), len(roles(run))
-    if isinstance(cores, int) and 0 < cores < num_ranks:
-        text += f" All {num_ranks} ranks were seen from a node with {cores} usable cores: where ranks share a core, the work of one role slows the other."
-    return text
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.0f} %"
+MOST_EVENTS = 30
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
     """Numbers of a run; None where the log has none. Raises ConfigError when there is no log."""
-    return _summary(load(run_dir))
+    return summary_of(load(run_dir))
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def summary_of(run: Run) -> dict[str, Any]:
+    """The same of a run that is loaded already."""
     steps, evaluations, of_role = run.steps, run.evaluations, list(roles(run).values())
     result: dict[str, Any] = {"attempts": len(run.timelines), "steps": len(steps), "wall_s": wall_time(run), "training_s": sum(b - a for a, b in run.windows)}
     ordered = evaluations[np.argsort(evaluations["policy_version"], kind="stable")]
@@ -213,7 +63,9 @@ def _summary(run: Run) -> dict[str, Any]:
         result[f"{role}_busy"] = share(run, role, BUSY[role])
     for name in ("failed", "dropped", "masked"):
         result[name] = int(steps[name].sum())
-    return {**result, "bottleneck": bottleneck(run)}
+    cores = run.attributes.get("cores")
+    eta = int(steps["staleness_bound"][-1]) if some else 0
+    return {**result, "bottleneck": bottleneck(Shares.of(run), eta, cores if isinstance(cores, int) else None)}
 
 
 def format_summary(summary: dict[str, Any]) -> str:
@@ -244,77 +96,140 @@ def format_summary(summary: dict[str, Any]) -> str:
     return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write RUN/report/ and return RUN/report/report.md. Raises ConfigError when there is no log."""
-    from areal_hpc.observe import plots  # matplotlib takes half a second to import; the other commands do without
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table of the report."""
 
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> list[str]:
+        """As lines; a cell's bars and line ends are made harmless."""
+        rows = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in self.rows]
+        lines = [self.header, ["---"] * len(self.header), *rows]
+        return [f"## {self.title}", "", *(f"| {' | '.join(cells)} |" for cells in lines), ""]
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write RUN/report/, or the folder `out`, and return its report.md. Raises ConfigError when there is no log."""
     run = load(run_dir)
-    folder = run_dir / "report"
-    folder.mkdir(exist_ok=True)
-    with (folder / "steps.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(TABLES["steps"].column_names)
-        writer.writerows(run.steps.tolist())
-    pictures = []
-    if len(run.steps):
-        pictures.append(plots.learning(run.steps, run.evaluations, folder / "learning.png"))
-        pictures.append(plots.staleness(run.steps, run.trajectories, folder / "staleness.png"))
-        pictures.append(plots.throughput(run.steps, folder / "throughput.png"))
-    if wall_time(run) > 0:
-        pictures.append(plots.time_of_ranks(rank_seconds(run, whole=True), roles(run), wall_time(run), folder / "time.png"))
+    folder = _folder(out or run_dir / "report")
+    _write_steps(folder / "steps.csv", [run])
     try:
-        num_samples = samples.write_page(run_dir, folder / "samples.html", f"Answers of run {run_dir.resolve().name}")
+        num_samples = samples.write_page(run_dir, folder / "samples.html", f"Answers of run {run.name}")
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    shown = _draw([Group("this run", (run,))], folder)
+    from areal_hpc.observe import page  # jinja2 and matplotlib take half a second to import; the other commands do without
+
+    found = [table for table in tables(run) if table.rows]
+    config = str(run.attributes.get("config", "")).strip()
+    page.write(folder / "report.html", f"Run {run.name}", paragraphs(run), format_summary(summary_of(run)), shown, found, config, num_samples)
+    for chart in shown:
+        chart.close()
     report = folder / "report.md"
-    report.write_text(markdown(run_dir.resolve().name, run, pictures, num_samples))
+    report.write_text(markdown(run, [f"{chart.name}.png" for chart in shown], num_samples))
     return report
 
 
-def markdown(name: str, run: Run, pictures: list[Path], num_samples: int = 0) -> str:
-    """The text of report.md for the run `name`."""
-    numbers = _summary(run)
-    lines = [f"# Run {name}", "", f"The run was {numbers['bottleneck']}" if numbers["steps"] else f"In this run {numbers['bottleneck']}", ""]
-    lines += ["```", format_summary(numbers), "```", ""]
+def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write the comparison of several runs into the folder `out` and return its report.md. Raises ConfigError when a run has no log."""
+    runs = [load(run_dir) for run_dir in run_dirs]
+    groups = group_by_seed(runs)
+    folder = _folder(out)
+    _write_steps(folder / "steps.csv", runs)
+    shown = _draw(groups, folder)
+    from areal_hpc.observe import page
+
+    title, found, said = f"{len(runs)} runs", [table for table in comparison_tables(groups) if table.rows], comparison_paragraphs(groups)
+    page.write(folder / "report.html", title, said, "", shown, found, "", 0)
+    for chart in shown:
+        chart.close()
+    lines = [f"# {title}", "", *(line for text in said for line in (text, ""))]
+    lines += [f"![{chart.name}]({chart.name}.png)\n" for chart in shown] + [line for table in found for line in table.markdown()]
+    report = folder / "report.md"
+    report.write_text("\n".join(lines))
+    return report
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}; choose a folder that can be made") from error
+    return path
+
+
+def _draw(groups: Sequence[Group], folder: Path) -> list[Chart]:
+    """The plots, each also a PNG; pictures of an earlier report that this one does not have are removed. To be closed."""
+    from areal_hpc.observe import plots
+
+    shown = list(plots.charts(groups))
+    for name in plots.NAMES:
+        (folder / f"{name}.png").unlink(missing_ok=True)
+    for chart in shown:
+        chart.png(folder / f"{chart.name}.png")
+    return shown
+
+
+def _write_steps(path: Path, runs: Sequence[Run]) -> None:
+    """/steps as CSV; of several runs with a column that names the run."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        first = ["run"] if len(runs) > 1 else []
+        writer.writerow([*first, *TABLES["steps"].column_names])
+        for run in runs:
+            writer.writerows([*([run.name] if first else []), *row] for row in run.steps.tolist())
+
+
+def paragraphs(run: Run) -> list[str]:
+    """What the report begins with, in words."""
+    numbers = summary_of(run)
+    said = [f"The run was {numbers['bottleneck']}" if numbers["steps"] else f"In this run {numbers['bottleneck']}"]
     if numbers["steps"] and 0 <= numbers["staleness_bound"] < numbers["staleness_max"]:
         excess = f"Some trajectories were older than eta = {numbers['staleness_bound']}"
-        lines += [f"{excess}: staleness mode `count` bounds how many are under way, not the age of each.", ""]
-    lines += [f"![{path.stem}]({path.name})\n" for path in pictures]
+        said.append(f"{excess}: staleness mode `count` bounds how many are under way, not the age of each.")
+    return said
+
+
+def markdown(run: Run, pictures: Sequence[str], num_samples: int = 0) -> str:
+    """The text of report.md. `pictures`: names of PNG files beside it."""
+    lines = [f"# Run {run.name}", "", *(line for text in paragraphs(run) for line in (text, ""))]
+    lines += ["```", format_summary(summary_of(run)), "```", ""]
+    lines += [f"![{Path(name).stem}]({name})\n" for name in pictures]
     lines += [f"[{num_samples} answers to read](samples.html), with prompts, verdicts and rewards.", ""] if num_samples else []
-    lines += _evaluation_table(run) + _source_table(run) + _time_table(run) + _outcome_table(run) + _event_list(run)
-    shown = ("cpu_model", "cores", "package_version", "schema_version", "fingerprint")
-    hardware = ", ".join(f"{key} {run.attributes[key]}" for key in shown if key in run.attributes)
-    lines += ["## Where it ran", "", hardware, "", "## Configuration", "", "```yaml", str(run.attributes.get("config", "")).strip(), "```", ""]
+    lines += [line for table in tables(run) if table.rows for line in table.markdown()]
+    lines += ["## Configuration", "", "```yaml", str(run.attributes.get("config", "")).strip(), "```", ""]
     lines += ["Every column of [steps.csv](steps.csv) is defined in docs/file_format.md.", ""]
     return "\n".join(lines)
 
 
-def _table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
-    if not rows:
-        return []
-    return [f"## {title}", "", f"| {' | '.join(header)} |", f"| {' | '.join('---' for _ in header)} |", *(f"| {' | '.join(row)} |" for row in rows), ""]
+# ---- tables of one run
 
 
-def _evaluation_table(run: Run) -> list[str]:
-    evaluations = run.evaluations
-    many = ["pass@k", "majority@k"] if (evaluations["k"] > 1).any() else []
+def tables(run: Run) -> list[Table]:
+    """All of them; those without rows are not worth showing."""
+    makers = (_evaluations, _sources, _time, _outcomes, _attempts, _ring, _graders, _hardware, _events)
+    return [make(run) for make in makers]
+
+
+def _evaluations(run: Run) -> Table:
+    rows = run.evaluations
+    many = ["pass@k", "majority@k"] if (rows["k"] > 1).any() else []
     header = ["version", "held-out accuracy (95 % interval)", *many, "problems", "answers to each", "tokens per answer", "seconds"]
-    rows = [[str(row["policy_version"]), *_result_cells(row, bool(many)), f"{row['seconds']:.1f}"] for row in evaluations]
-    return _table("Evaluations", header, rows)
+    return Table("Evaluations", header, [[str(row["policy_version"]), *_result_cells(row, bool(many)), f"{row['seconds']:.1f}"] for row in rows])
 
 
-def _source_table(run: Run) -> list[str]:
+def _sources(run: Run) -> Table:
     """By source, of the last evaluation that has several."""
     sources = run.evaluation_sources
     versions, counts = np.unique(sources["policy_version"], return_counts=True)
-    if not (counts > 1).any():
-        return []
-    version = versions[counts > 1].max()
+    version = versions[counts > 1].max() if (counts > 1).any() else -1
     last = sources[sources["policy_version"] == version]
     many = ["pass@k", "majority@k"] if (last["k"] > 1).any() else []
     header = ["source", "held-out accuracy (95 % interval)", *many, "problems", "answers to each", "tokens per answer"]
-    rows = [[row["source"].decode().replace("|", "\\|"), *_result_cells(row, bool(many))] for row in last]
-    return _table(f"Evaluation of version {version} by source", header, rows)
+    return Table(f"Evaluation of version {version} by source", header, [[row["source"].decode(), *_result_cells(row, bool(many))] for row in last])
 
 
 def _result_cells(row: np.void, many: bool) -> list[str]:
@@ -324,20 +239,143 @@ def _result_cells(row: np.void, many: bool) -> list[str]:
     return [f"{accuracy:.1f} % ({between})", *numbers, str(row["num_problems"]), str(row["k"]) if known else "1", f"{row['answer_tokens_mean']:.1f}"]
 
 
-def _time_table(run: Run) -> list[str]:
+def _time(run: Run) -> Table:
     wall_s, seconds, of_rank = wall_time(run), rank_seconds(run, whole=True), roles(run)
     used = [k for k in range(len(PHASES)) if any(seconds[rank][k] > 0 for rank in seconds)]
     rows = [[str(rank), of_rank[rank], *(f"{100 * s[k] / wall_s:.1f}" for k in used), f"{100 * s.sum() / wall_s:.1f}"] for rank, s in sorted(seconds.items())]
-    return _table(f"Where the time went, in % of {wall_s:.1f} s", ["rank", "role", *(PHASES[k] for k in used), "sum"], rows)
+    return Table(f"Where the time went, in % of {wall_s:.1f} s", ["rank", "role", *(PHASES[k] for k in used), "sum"], rows)
 
 
-def _outcome_table(run: Run) -> list[str]:
+def _outcomes(run: Run) -> Table:
     counts = Counter(zip(run.trajectories["status"].tolist(), run.trajectories["outcome"].tolist(), strict=True))
-    rows = [[STATUSES[status], OUTCOMES[outcome], str(count)] for (status, outcome), count in sorted(counts.items())]
-    return _table("Trajectories", ["verdict", "closed as", "number"], rows)
+    rewards = {pair: run.trajectories["reward"][(run.trajectories["status"] == pair[0]) & (run.trajectories["outcome"] == pair[1])] for pair in counts}
+    rows = [[STATUSES[pair[0]], OUTCOMES[pair[1]], str(count), _mean(rewards[pair])] for pair, count in sorted(counts.items())]
+    return Table("Trajectories and rewards by status", ["verdict", "closed as", "number", "mean reward"], rows)
 
 
-def _event_list(run: Run, most: int = 30) -> list[str]:
-    rows = [[f"{e['time_s']:.1f}", str(e["rank"]), e["kind"].decode(), e["text"].decode().replace("|", "\\|").replace("\n", " ")] for e in run.events]
-    title = "Events" if len(rows) <= most else f"Events, the last {most} of {len(rows)}"
-    return _table(title, ["s", "rank", "kind", "text"], rows[-most:])
+def _mean(values: np.ndarray) -> str:
+    known = values[np.isfinite(values)]
+    return f"{known.mean():.3g}" if len(known) else "-"
+
+
+def _attempts(run: Run) -> Table:
+    """Shown where something happened: several attempts, or one that did not end well."""
+    folders = [run.folder / f"attempt-{start['attempt']}" for start in run.starts if "attempt" in start]
+    endings = [ending(folder) or "no word of its end: it goes on, or was killed as a whole" for folder in folders]
+    if len(folders) != len(run.starts) or endings == ["done"]:
+        return Table("Attempts and failures", [], [])
+    rows = []
+    for start, (begin_s, end_s), end in zip(run.starts, run.windows, endings, strict=True):
+        resumed = int(start.get("resumed_from_step", -1))
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(float(start["start_unix"])))
+        rows.append([str(start["attempt"]), f"{began} UTC", "anew" if resumed < 0 else f"step {resumed}", f"{end_s - begin_s:.1f}", end])
+    return Table("Attempts and failures", ["attempt", "began", "from", "seconds of training", "how it ended"], rows)
+
+
+def _ring(run: Run) -> Table:
+    """State of each lane at the end of the last attempt."""
+    rows = run.sampled["ring"][-1]
+    last = [rows[rows["lane"] == lane][-1] for lane in np.unique(rows["lane"])]
+    header = ["lane", "records", "bytes", "most in use", "damaged", "full waits", "s before a full lane", "credit waits"]
+    sizes, counts = ("bytes", "high_water_bytes"), ("checksum_errors", "full_waits")
+    cells = [
+        [
+            *(str(row[name]) for name in ("lane", "records")),
+            *(si(float(row[name])) for name in sizes),
+            *(str(row[name]) for name in counts),
+            f"{row['full_wait_s']:.2f}",
+            str(row["credit_waits"]),
+        ]
+        for row in last
+    ]
+    return Table("Ring, last attempt", header, cells)
+
+
+def _graders(run: Run) -> Table:
+    """What went wrong in the reward services; nothing is shown where nothing did."""
+    rows = run.sampled["graders"][-1]
+    last = [rows[rows["rank"] == rank][-1] for rank in np.unique(rows["rank"])]
+    names = ("timeout", "infra_error", "hostile", "gold_bad", "killed", "died", "backpressure")
+    cells = [[str(row["rank"]), *(str(row[name]) for name in names)] for row in last if any(row[name] for name in names)]
+    return Table("Graders with troubles, last attempt", ["rank", *names], cells)
+
+
+HARDWARE = ("cpu_model", "cores", "hosts", "gpu", "num_generation_ranks", "num_training_ranks", "package_version", "schema_version", "fingerprint")
+"""Attributes of a log that say where, and with what, a run was made."""
+
+
+def _hardware(run: Run) -> Table:
+    peak = int(run.steps["peak_memory_bytes"].max()) if len(run.steps) else 0
+    rows = [[name.replace("_", " "), str(run.attributes[name])] for name in HARDWARE if run.attributes.get(name, "") != ""]
+    return Table("Where it ran", ["", ""], rows + ([["peak memory of a training process", f"{si(float(peak))}B"]] if peak else []))
+
+
+def _events(run: Run) -> Table:
+    several = len(run.starts) > 1
+    rows = [
+        [
+            f"{number + 1}: " * several + f"{event['time_s'] - float(start.get('start_s', 0.0)):.1f}",
+            str(event["rank"]),
+            event["kind"].decode(),
+            event["text"].decode(),
+        ]
+        for number, start in enumerate(run.starts)
+        for event in run.sampled["events"][number]
+    ]
+    title = "Events" if len(rows) <= MOST_EVENTS else f"Events, the last {MOST_EVENTS} of {len(rows)}"
+    return Table(title, ["s of the attempt", "rank", "kind", "text"], rows[-MOST_EVENTS:])
+
+
+# ---- several runs
+
+
+def comparison_paragraphs(groups: Sequence[Group]) -> list[str]:
+    """Which group learnt most, which was fastest, and what bounds each; a difference within the intervals is called that."""
+    said = []
+    accuracies = {group.label: interval([value for run in group.runs if (value := summary_of(run)["accuracy_after"]) is not None]) for group in groups}
+    known = {label: found for label, found in accuracies.items() if math.isfinite(found[0])}
+    if known:
+        ordered = sorted(known.items(), key=lambda item: -item[1][0])
+        (best, (top, half)), others = ordered[0], ordered[1:]
+        text = f"Highest held-out accuracy at the end: {best}, {100 * top:.1f} %" + (f" (+- {100 * half:.1f})" if math.isfinite(half) else "")
+        close = [label for label, (mean, spread) in others if top - mean <= np.nansum([half, spread])]
+        single = any(not math.isfinite(spread) for _, spread in known.values())
+        if others and single:
+            text += "; with one seed of a setting, nothing says whether the differences are more than chance"
+        elif close:
+            text += f"; not told apart from {', '.join(close)}: their intervals over the seeds overlap"
+        said.append(text + ".")
+    rates = {group.label: float(np.mean([np.median(run.steps["tokens_per_s"]) for run in group.runs if len(run.steps)] or [math.nan])) for group in groups}
+    rates = {label: rate for label, rate in rates.items() if math.isfinite(rate)}
+    if len(rates) > 1:
+        fastest, slowest = max(rates, key=lambda label: rates[label]), min(rates, key=lambda label: rates[label])
+        said.append(f"Highest throughput: {fastest}, {si(rates[fastest])} tokens/s, {rates[fastest] / rates[slowest]:.2f} x that of {slowest}.")
+    said += [f"{group.label} was {summary_of(group.runs[0])['bottleneck']}" for group in groups if len(group.runs[0].steps)]
+    return said
+
+
+def comparison_tables(groups: Sequence[Group]) -> list[Table]:
+    """Groups with intervals over seeds, runs one by one, options that differ."""
+    columns = {
+        "held-out accuracy [%]": lambda numbers: 100 * numbers["accuracy_after"] if numbers["accuracy_after"] is not None else math.nan,
+        "tokens/s": lambda numbers: numbers["tokens_per_s_median"] or math.nan,
+        "mean age": lambda numbers: numbers["staleness_mean"] if numbers["staleness_mean"] is not None else math.nan,
+        "generation busy [%]": lambda numbers: 100 * numbers["generation_busy"] if numbers["generation_busy"] is not None else math.nan,
+        "training busy [%]": lambda numbers: 100 * numbers["training_busy"] if numbers["training_busy"] is not None else math.nan,
+        "training time [s]": lambda numbers: numbers["training_s"],
+    }
+    numbers_of = {id(run): summary_of(run) for group in groups for run in group.runs}
+    of_groups, of_runs = [], []
+    for group in groups:
+        found = [interval([value(numbers_of[id(run)]) for run in group.runs]) for value in columns.values()]
+        cells = [si(mean) + (f" +- {si(half)}" if math.isfinite(half) else "") for mean, half in found]
+        of_groups.append([group.label, str(len(group.runs)), *cells])
+        for run in group.runs:
+            of_runs.append([run.name, str(len(run.steps)), *(si(value(numbers_of[id(run)])) for value in columns.values())])
+    runs = [run for group in groups for run in group.runs]
+    differing = [[name, *values] for name, values in differences(runs).items()]
+    return [
+        Table("Settings, mean and 95 % interval over seeds", ["setting", "runs", *columns], of_groups),
+        Table("Runs", ["run", "steps", *columns], of_runs),
+        Table("Options that differ", ["option", *(run.name for run in runs)], differing),
+    ]

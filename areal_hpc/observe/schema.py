@@ -28,6 +28,10 @@ TRAINING_PHASES = ("start", "wait_data", "collect", "prox", "train", "pack", "pu
 PHASES = GENERATION_PHASES + tuple(name for name in TRAINING_PHASES if name not in GENERATION_PHASES)
 """Names of the numbers in /timeline; a later version only appends."""
 PHASES_OF_ROLE = {"generation": GENERATION_PHASES, "training": TRAINING_PHASES}
+BUSY = {"generation": ("decode", "swap", "evaluate"), "training": ("collect", "prox", "train", "pack")}
+"""Phases in which a rank of the role works; in the others it waits, starts, saves or stops."""
+PAUSED = ("swap",)
+"""Of these, those in which decoding stands still for new weights."""
 LANE_WAYS = ("shared memory", "forwarded")
 OUTCOMES = ("trained", "dropped", "failed", "masked", "filtered")
 STATUSES = tuple(status.name.lower() for status in Status)
@@ -186,6 +190,7 @@ def _trajectories() -> Table:
             c("advantage", "<f4", "1", "advantage it was trained with; not a number when not trained"),
             c("generated_s", "<f4", "s", "from admission to the last token"),
             c("graded_s", "<f4", "s", "from the last token to the verdict"),
+            c("waited_s", "<f4", "s", "from its group's arrival at training rank 0 to the batch that took it, or to its rejection"),
         ),
     )
 
@@ -260,6 +265,7 @@ def _small_tables() -> tuple[Table, ...]:
             64,
             (
                 c("version", "<i4", "version", "version pushed"),
+                c("announced_s", "<f8", "s", "when training rank 0 announced it, on the run's clock"),
                 c("bytes", "<i8", "byte", "bytes that every receiver got"),
                 c("pack_s", "<f8", "s", "copying the shards into the send buffers or the shared image, and their checksums"),
                 c("transfer_s", "<f8", "s", "from the announcement to checked bytes, at the slowest receiver"),
@@ -291,9 +297,28 @@ def _small_tables() -> tuple[Table, ...]:
                 c("role", "u1", "1", "role of the rank", ROLES),
                 c("time_s", "<f8", "s", "when, on the run's clock"),
                 c("tokens", "<i8", "token", "generation: tokens decoded since the start; training: tokens trained"),
+                c("prefill_tokens", "<i8", "token", "generation: tokens whose cache was computed at admission or after new weights, since the start"),
                 c("running", "<i4", "1", "sequences being decoded"),
+                c("queued", "<i4", "1", "sequences that wait for a free slot of the engine"),
                 c("waiting", "<i4", "1", "groups that wait at the rank: to be decoded (generation), to be trained (training)"),
+                c("busy_s", "<f8", "s", "since the start, in phases in which the rank works"),
+                c("wait_s", "<f8", "s", "since the start, in all other phases but pause_s"),
+                c("pause_s", "<f8", "s", "since the start, decoding stood still for new weights; busy_s + wait_s + pause_s is the rank's wall time"),
                 c("rss_bytes", "<i8", "byte", "resident memory of the process"),
+                c("gpu_memory_bytes", "<i8", "byte", "memory in use on its GPU (NVML); 0 without"),
+                c("gpu_utilisation", "<f8", "1", "share of the last sample period in which its GPU was busy (NVML); not a number without"),
+                c("gpu_power_w", "<f8", "W", "power of its GPU (NVML); not a number without"),
+            ),
+        ),
+        Table(
+            "clocks",
+            "the clock of each node without training rank 0 against the run's clock, at the start and at the end of the attempt",
+            64,
+            (
+                c("node", "<i4", "1", "number of the node, in the order of their lowest ranks"),
+                c("time_s", "<f8", "s", "when, on the run's clock"),
+                c("offset_s", "<f8", "s", "what must be added to the node's times then: the drift since the start, at which it is 0"),
+                c("error_s", "<f8", "s", "half the round trip of the measurement; 0 at the start, where it is not known"),
             ),
         ),
         Table(

@@ -446,6 +446,16 @@ def read_table(path: Path, table: str) -> np.ndarray:
     return _joined(table, rows, _whole_lines(sidecar)) if sidecar.exists() else rows
 
 
+def read_tail(path: Path, table: str, most: int) -> np.ndarray:
+    """The last `most` rows, without reading those before: of a log that is still open, or large. Raises OSError, KeyError as `read_table`."""
+    with open_log(path) as file:
+        data = file[table]
+        if not sidecar_path(path, int(file.attrs.get("recoveries", 0))).exists():
+            rows: np.ndarray = data[max(0, len(data) - most) :]
+            return rows
+    return read_table(path, table)[-most:] if most else np.zeros(0, table_of(table).dtype)
+
+
 def _joined(table: str, rows: np.ndarray, lines: Sequence[str]) -> np.ndarray:
     """Rows of the file up to the first that is in text, then those, by their numbers. Rows that neither has are missing: a warning says so."""
     parsed = (json.loads(line) for line in lines if line.startswith(f'{{"table": "{table}"'))

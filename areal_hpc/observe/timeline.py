@@ -85,6 +85,11 @@ class Phases:
         """A sign of life from within a loop that waits, in the current phase."""
         self.enter(self.current, waits_for)
 
+    def seconds_now(self) -> dict[str, float]:
+        """`seconds` with the running phase up to this moment: they sum to the wall time since construction."""
+        running = {self.current: self.seconds[self.current] + self._clock() - self._start_s}
+        return {**self.seconds, **running}
+
     def now_s(self) -> float:
         """On the clock that the phases are measured by."""
         return self._clock()

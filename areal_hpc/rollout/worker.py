@@ -18,7 +18,7 @@ from areal_hpc.data.prompts import Prompts
 from areal_hpc.data.tickets import Tickets
 from areal_hpc.intervals import IntervalSet
 from areal_hpc.models.tokenizer import Tokenizer
-from areal_hpc.observe.memory import resident_bytes
+from areal_hpc.observe.state import process_state
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.reward.service import RewardService, Verdict
 from areal_hpc.rollout.engines.base import Completion, Engine
@@ -378,9 +378,11 @@ class RolloutWorker:
         body = {
             "phases": self.phases.drain(),
             "tokens": self.num_tokens,
+            "prefill_tokens": getattr(getattr(self.engine, "engine", self.engine), "num_prefill_tokens", 0),  # behind a tape; not every engine counts
             "running": self.engine.num_running,
+            "queued": self.engine.num_waiting,
             "waiting": len(self.leases) + len(self.outbox),
-            "rss_bytes": resident_bytes(),
+            **process_state(self.phases),
             "grading": self.rewards.row(),
             "final": final,
             "counters": dict(self.counters + self.rewards.metrics),

@@ -23,7 +23,7 @@ import numpy as np
 
 from areal_hpc.config import Config, ConfigError, num_training_ranks
 from areal_hpc.config_io import load_yaml
-from areal_hpc.observe.report import Run, attempt_logs, load, phase_seconds
+from areal_hpc.observe.runs import Run, attempt_logs, load, phase_seconds
 from areal_hpc.observe.schema import PHASES, ROLES
 from areal_hpc.observe.telemetry import read_table
 from areal_hpc.recipes import recipe

@@ -8,6 +8,7 @@ Host memory is bounded by the gate; without a gate (eta = inf) lanes are left fu
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,10 @@ class Arrival:
     prompt_tokens: int
     table: np.ndarray
     """One SAMPLE_DTYPE row per answer (trajectory.py)."""
+    arrived_at: float = math.nan
+    """When training rank 0 heard of it, on its clock."""
+    waited_s: float = math.nan
+    """From then until it was closed or taken into a batch."""
 
 
 @dataclass(slots=True)

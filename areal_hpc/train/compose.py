@@ -7,6 +7,8 @@ starts in its place. Should nearly everything be filtered, the run ends with an 
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -136,7 +138,7 @@ class Composer:
     def arrive(self, arrival: Arrival) -> None:
         """A group came out of the ring; one that cannot train is closed. Raises RuntimeError when too many were filtered out since the last batch."""
         self.num_arrived += 1
-        self.arrivals[arrival.ticket] = arrival
+        self.arrivals[arrival.ticket] = dataclasses.replace(arrival, arrived_at=time.monotonic())
         self.ledger.arrive(arrival.ticket, arrival.start_version)
         reason = self._unfit(arrival.table)
         if reason is not None:
@@ -156,7 +158,7 @@ class Composer:
             return None
         self._num_filtered_in_a_row = 0
         self._num_announced = len(self.rejected)
-        groups = [self.arrivals.pop(ticket) for ticket in tickets]
+        groups = [self._take(ticket) for ticket in tickets]
         return self._plan(groups), groups
 
     def take_rejected(self) -> list[tuple[Arrival, str]]:
@@ -164,8 +166,13 @@ class Composer:
         taken, self._unlogged = self._unlogged, []
         return taken
 
-    def _close(self, ticket: int, reason: str) -> None:
+    def _take(self, ticket: int) -> Arrival:
+        """It waits no longer."""
         arrival = self.arrivals.pop(ticket)
+        return dataclasses.replace(arrival, waited_s=time.monotonic() - arrival.arrived_at)
+
+    def _close(self, ticket: int, reason: str) -> None:
+        arrival = self._take(ticket)
         self.rejected.append(arrival)
         self._unlogged.append((arrival, reason))
 

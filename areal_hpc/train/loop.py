@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.config import Config
-from areal_hpc.observe.memory import resident_bytes
+from areal_hpc.observe.state import process_state
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.signals import StopFlag
 from areal_hpc.topology import World
@@ -343,9 +343,11 @@ class TrainingRank:
         body = {
             "phases": self.phases.drain(),
             "tokens": self.tokens_trained,
+            "prefill_tokens": 0,
             "running": 0,
+            "queued": 0,
             "waiting": len(self.collector.held),
-            "rss_bytes": resident_bytes(),
+            **process_state(self.phases),
         }
         self.mailbox.post(self.world.training_ranks[0], Tag.OBSERVED, body | {"ring": ring, "final": final, "counters": {}})
 

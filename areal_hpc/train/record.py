@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.config import Config
-from areal_hpc.observe.memory import resident_bytes
 from areal_hpc.observe.progress import Progress
 from areal_hpc.observe.schema import OUTCOMES, fitting
+from areal_hpc.observe.state import RANK_STATE, process_state
 from areal_hpc.observe.telemetry import Log
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.topology import World
@@ -168,7 +168,7 @@ class Recorder:
 
     def push_settled(self, push: Push) -> None:
         """All ranks have confirmed: the push is written, and the row of the step that made the version."""
-        self.log.append("pushes", push.row())
+        self.log.append("pushes", push.row() | {"announced_s": push.started_at})
         step = self._steps.pop(push.version, None)
         if step is None:
             return
@@ -177,8 +177,8 @@ class Recorder:
         self.logged_step = push.version
         self.progress.step(row)
         waiting = row["waiting_groups"]
-        now = {"rank": self.world.world_rank, "role": 1, "time_s": time.monotonic(), "running": 0, "waiting": waiting, "rss_bytes": resident_bytes()}
-        self.log.append("ranks", now | {"tokens": self.tokens_trained})
+        now = {"rank": self.world.world_rank, "role": 1, "time_s": time.monotonic(), "running": 0, "queued": 0, "waiting": waiting, "prefill_tokens": 0}
+        self.log.append("ranks", now | {"tokens": self.tokens_trained} | process_state(self.phases))
         self.log.flush()
 
     def _trajectories(self, step: int, plan: Plan, groups: list[Arrival], rejected: list[tuple[Arrival, str]], table: np.ndarray) -> Counter[str]:
@@ -228,6 +228,7 @@ class Recorder:
             "status": int(sample["status"]),
             "generated_s": float(sample["generated_s"]),
             "graded_s": float(sample["graded_s"]),
+            "waited_s": group.waited_s,
         }
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -256,7 +257,7 @@ class Recorder:
         """Phases and counters of another rank."""
         body = message.body
         self.log.append("timeline", body["phases"])
-        row = {name: body[name] for name in ("tokens", "running", "waiting", "rss_bytes")}
+        row = {name: body[name] for name in RANK_STATE}
         self.lanes(body.get("ring", []))
         role = 0 if message.source in self.world.generation_ranks else 1
         when = {"rank": message.source, "time_s": time.monotonic()}

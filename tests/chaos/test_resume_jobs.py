@@ -24,7 +24,7 @@ from areal_hpc.intervals import IntervalSet
 from areal_hpc.launch.local import find_launcher
 from areal_hpc.launch.resume import attempts_of
 from areal_hpc.models.tokenizer import Tokenizer
-from areal_hpc.observe import report
+from areal_hpc.observe import runs
 from areal_hpc.observe.samples import read_records
 from areal_hpc.observe.schema import OUTCOMES
 from areal_hpc.observe.telemetry import read_table
@@ -40,13 +40,13 @@ def number_of_attempts(run_dir: Path) -> int:
 
 def trained(run_dir: Path) -> np.ndarray:
     """Rows of trajectories that count, over all attempts, undone steps left out."""
-    rows = report.load(run_dir).trajectories
+    rows = runs.load(run_dir).trajectories
     return rows[np.array(OUTCOMES)[rows["outcome"]] == "trained"]
 
 
 def check_each_once(run_dir: Path, config: Config, num_steps: int) -> np.ndarray:
     """Steps 1 to num_steps once each, no answer of a ticket twice; returns the tickets."""
-    run = report.load(run_dir)
+    run = runs.load(run_dir)
     assert run.steps["step"].tolist() == list(range(1, num_steps + 1))
     assert run.pushes["version"].tolist() == list(range(num_steps + 1))
     rows = run.trajectories
@@ -125,11 +125,11 @@ def test_same_bits_as_if_never_killed(chaos: Config, tmp_path: Path, num_kills: 
     job = jobs.run(config, run_dir, "--resume", "--train.num-steps", str(num_steps), attempt=number_of_attempts(run_dir) + 1)
     reference = jobs.run(config, tmp_path / "undisturbed", "--train.num-steps", str(num_steps))
     assert job.weights() == reference.weights()
-    assert report.load(run_dir).steps["loss"].tolist() == reference.table("steps")["loss"].tolist()
+    assert runs.load(run_dir).steps["loss"].tolist() == reference.table("steps")["loss"].tolist()
     assert (reference.table("steps")["grad_norm"] > 0).all(), "without gradients equality would prove nothing"
     assert check_each_once(run_dir, config, num_steps).tolist() == list(range(num_steps * config.groups_per_batch))
     columns = ["ticket", "sample", "batch", "answer_tokens", "version_min", "version_max", "reward", "advantage"]
-    assert report.load(run_dir).trajectories[columns].tolist() == reference.table("trajectories")[columns].tolist()
+    assert runs.load(run_dir).trajectories[columns].tolist() == reference.table("trajectories")[columns].tolist()
 
 
 def half_finished(checkpoint: Path, words: Tokenizer) -> dict[tuple[int, int], str]:

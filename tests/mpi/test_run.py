@@ -33,6 +33,7 @@ def test_asynchronous_run(base: Config, tmp_path: Path, num_ranks: int, fraction
     config = jobs.with_ranks(replace(base, staleness=Staleness(max_staleness=1, mode=mode), train=replace(base.train, num_steps=4)), num_ranks, fraction)
     job = jobs.run(config, tmp_path / "run")
     steps, trajectories, timeline = job.table("steps"), job.table("trajectories"), job.table("timeline")
+    ranks, training_ranks = job.table("ranks"), set(np.unique(timeline["rank"][timeline["role"] == 1]).tolist())
     groups = job.exit["groups"]
     assert steps["step"].tolist() == [1, 2, 3, 4]
     assert steps["policy_version"].tolist() == [1, 2, 3, 4]
@@ -46,12 +47,20 @@ def test_asynchronous_run(base: Config, tmp_path: Path, num_ranks: int, fraction
     for row in steps:
         mine = (trajectories["batch"] == row["step"]) & (outcome != "dropped")
         assert row["tokens"] == tokens[mine].sum()
+        ages = row["step"] - 1 - trajectories["version_min"][(trajectories["batch"] == row["step"]) & (outcome == "trained")]
+        assert row["staleness_max"] == ages.max() and row["staleness_mean"] == pytest.approx(ages.mean())
+    assert (trajectories["waited_s"] >= 0).all() and trajectories["waited_s"].max() < job.exit["training_s"] + 60
+    assert (np.diff(job.table("pushes")["announced_s"]) > 0).all() and len(job.table("clocks")) == 0
     if mode != "count":
         assert trajectories["age"][outcome == "trained"].max() <= 1
     assert (trajectories["version_max"] >= trajectories["version_min"]).all()
     for rank in range(num_ranks):
         mine = np.sort(timeline[timeline["rank"] == rank], order="start_s")
         assert np.allclose(mine["start_s"][1:], mine["stop_s"][:-1]), "no gap and no overlap in a rank's time"
+        last = ranks[ranks["rank"] == rank][-1]
+        parts, told_s = last["busy_s"] + last["wait_s"] + last["pause_s"], last["time_s"] - mine["start_s"][0]
+        assert parts == pytest.approx(told_s, rel=0.01, abs=0.5), "the state was taken a moment before it was heard of"
+        assert last["prefill_tokens"] > 0 or rank in training_ranks
     assert job.table("evaluations")["policy_version"].tolist() == [0, 4]
     assert job.table("pushes")["version"].tolist() == [0, 1, 2, 3, 4]
     jobs.check_no_lane_left()

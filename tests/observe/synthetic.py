@@ -101,6 +101,21 @@ def run_step(log: Log, clock: Clock, generation: list[Phases], training: list[Ph
     lengths = draws.integers(20, 60, batch)
     log.append("trajectories", [trajectory(step, k, ages[k], right[k], lengths[k], batch) for k in range(batch)])
     tokens = int(lengths.sum()) + 16 * batch
+    log.append("pushes", row_of("pushes", version=step, bytes=4_000_000, pack_s=0.01, transfer_s=0.02 + 0.01 * draws.random(), pause_max_s=0.005))
+    for number, phases in enumerate(generation):
+        used = {
+            "rank": training[number % len(training)].rank,
+            "records": 2 * step,
+            "bytes": 4096 * step,
+            "used_bytes": 512 * (1 + step % 3),
+            "high_water_bytes": 2048,
+        }
+        log.append(
+            "ranks", row_of("ranks", rank=phases.rank, role=0, time_s=clock.now_s, tokens=100 * step, running=4 + step % 5, waiting=step % 2, rss_bytes=10**8)
+        )
+        log.append("ring", row_of("ring", time_s=clock.now_s, lane=number, **used))
+    for phases in training:
+        log.append("ranks", row_of("ranks", rank=phases.rank, role=1, time_s=clock.now_s, tokens=tokens * step, rss_bytes=10**8))
     log.append(
         "steps",
         row_of(
@@ -116,6 +131,9 @@ def run_step(log: Log, clock: Clock, generation: list[Phases], training: list[Ph
             staleness_max=ages.max(),
             staleness_mean=ages.mean(),
             staleness_bound=shape.eta,
+            entropy=0.1 + 1 / step,
+            answer_tokens_mean=lengths.mean(),
+            waiting_groups=2 + step % 4,
             generation_wait_s=shape.wait_s,
             train_s=shape.train_s,
             push_s=shape.push_s,

@@ -15,7 +15,7 @@ from areal_hpc.walltime import Walltime
 
 ROW = {
     **{"step": 12, "reward_mean": 1.234, "accuracy": 0.614, "tokens_per_s": 12345.0, "staleness_mean": 1.21, "staleness_max": 3, "staleness_bound": 4},
-    **{"generation_wait_s": 0.21, "train_s": 0.8, "push_s": 0.02, "failed": 0, "dropped": 0, "filtered": 0, "masked": 0, "skipped_updates": 0},
+    **{"wall_s": 1.05, "generation_wait_s": 0.21, "train_s": 0.8, "push_s": 0.02, "failed": 0, "dropped": 0, "filtered": 0, "masked": 0, "skipped_updates": 0},
 }
 
 
@@ -75,6 +75,7 @@ def test_live_shows_a_bar_messages_and_leaves_the_cursor() -> None:
     progress.step(ROW)
     progress.finish("accuracy 41 % -> 90 %")
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "training waited for data 20 % of the last 1 steps: generation bound" in text and "reward ▅  tok/s ▅" in text
     assert "12/100" in text and "12.3k tok/s" in text and "[1/2] warm start" in text
     assert "held-out accuracy 41.0 % of 512 problems, version 0" in text
     assert text.rstrip().endswith("accuracy 41 % -> 90 %")

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from areal_hpc.config import ConfigError
-from areal_hpc.observe.report import format_summary, load, markdown, phase_seconds, rank_seconds, summary, wall_time, write_report
+from areal_hpc.observe import plots
+from areal_hpc.observe.report import format_summary, markdown, summary, write_report
+from areal_hpc.observe.runs import load, phase_seconds, rank_seconds, wall_time
 from areal_hpc.observe.schema import PHASES, TABLES
 from areal_hpc.observe.telemetry import Log, read_table
 
@@ -22,6 +24,13 @@ synthetic = importlib.util.module_from_spec(_spec)
 sys.modules["synthetic"] = synthetic
 _spec.loader.exec_module(synthetic)
 Shape, write_attempt = synthetic.Shape, synthetic.write_attempt
+
+
+@pytest.fixture
+def few_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at the text: drawing all takes seconds."""
+    monkeypatch.setattr(plots, "COMPARED", plots.COMPARED[:2])
+    monkeypatch.setattr(plots, "SINGLE", ())
 
 
 def test_summary_of_a_known_run(tmp_path: Path) -> None:
@@ -47,11 +56,11 @@ def test_summary_of_a_known_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "starts", "contains"),
     [
-        (Shape(), "training bound", "generation ranks stood at the gate 50 %"),
+        (Shape(), "training bound", "generation ranks stood at the gate 50 %; 2 + 2 ranks would balance (--topology.generation-fraction 0.5; it was 3 + 1)"),
         (
             Shape(wait_s=2.0, decode_s=9.0),
             "generation bound",
-            "waited for data 50 % of the time, generation ranks stood at the gate 0 %. A larger share of generation",
+            "waited for data 50 % of the time, generation ranks stood at the gate 0 %; 3 + 1 is the best split of these ranks: add generation ranks",
         ),
         (Shape(wait_s=2.0, decode_s=3.0), "generation bound", "A larger max_staleness would open the gate earlier"),
         (Shape(decode_s=1.9), "balanced", "waited for data 0 %"),
@@ -103,7 +112,7 @@ def test_report_folder(tmp_path: Path) -> None:
     assert text.splitlines()[2].startswith("The run was training bound: ")
     assert "Some trajectories were older than eta = 1" in text
     assert "recipe: laptop" in text and "| 0 | generation |" in text and "| stop | done |" in text
-    for name in ("learning", "staleness", "throughput", "time"):
+    for name in ("reward", "held_out", "staleness", "throughput", "time", "lengths", "pushes", "ring", "verdicts", "queues", "step_time", "waiting"):
         assert f"({name}.png)" in text
         assert (tmp_path / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "report" / "steps.csv").open() as file:
@@ -112,7 +121,7 @@ def test_report_folder(tmp_path: Path) -> None:
     assert [float(row["reward_mean"]) for row in rows] == load(tmp_path).steps["reward_mean"].tolist()
 
 
-def test_several_answers_and_sources(tmp_path: Path) -> None:
+def test_several_answers_and_sources(tmp_path: Path, few_plots: None) -> None:
     (tmp_path / "attempt-1").mkdir()
     log = Log.create(tmp_path / "attempt-1" / "log.h5", {})
     found = {"num_problems": 8, "k": 4, "correct": 8, "accuracy": 0.25, "ci95": 0.2, "ci_low": 0.1, "ci_high": 0.5, "pass_k": 0.75, "answer_tokens_mean": 9.5}
@@ -128,7 +137,7 @@ def test_several_answers_and_sources(tmp_path: Path) -> None:
     assert "## Evaluation of version 5 by source" in text and "| a\\|b | 25.0 % (10.0 to 50.0) | 75.0 % | 50.0 % | 8 | 4 | 9.5 |" in text
 
 
-def test_log_of_an_earlier_version(tmp_path: Path) -> None:
+def test_log_of_an_earlier_version(tmp_path: Path, few_plots: None) -> None:
     """Without the table and the columns that came later: its numbers as they were."""
     path = write_attempt(tmp_path, 0, Shape(last_step=5))
     added = {"k", "ci_low", "ci_high", "pass_k", "majority_k", "truncated", "no_answer", "ungraded"}
@@ -143,7 +152,7 @@ def test_log_of_an_earlier_version(tmp_path: Path) -> None:
     assert "| 5 | 54.1 % (+- 4.3) | 512 | 1 | 40.0 | 5.0 |" in write_report(tmp_path).read_text()
 
 
-def test_run_that_died_before_its_first_step(tmp_path: Path) -> None:
+def test_run_that_died_before_its_first_step(tmp_path: Path, few_plots: None) -> None:
     (tmp_path / "attempt-0").mkdir()
     Log.create(tmp_path / "attempt-0" / "log.h5", {}).close()
     numbers = summary(tmp_path)
@@ -155,7 +164,7 @@ def test_run_that_died_before_its_first_step(tmp_path: Path) -> None:
 def test_without_a_bound(tmp_path: Path) -> None:
     write_attempt(tmp_path, 0, Shape(eta=-1, last_step=5))
     assert "bound inf versions" in format_summary(summary(tmp_path))
-    assert "older than eta" not in markdown("run", load(tmp_path), [])
+    assert "older than eta" not in markdown(load(tmp_path), [])
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.observe.schema import TABLES, split_utf8, to_rows
-from areal_hpc.observe.telemetry import Log, MemoryLog, open_log, read_attributes, read_table, sidecar_path
+from areal_hpc.observe.telemetry import Log, MemoryLog, open_log, read_attributes, read_table, read_tail, sidecar_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -228,6 +228,64 @@ def test_killed_writer_leaves_a_prefix_that_was_readable_all_along(tmp_path: Pat
     assert read_attributes(path)["config"] == "x"
 
 
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+from areal_hpc.observe.telemetry import Log
+
+def write(path, told):
+    log = Log.create(path, {"config": "x"}, flush_interval_s=0.2)
+    for k in range(10**9):
+        now_s = time.monotonic()
+        log.append("timeline", {"rank": k % 3, "role": k % 2, "phase": k % 16, "start_s": now_s, "stop_s": now_s + k})
+        if k % 50 == 0:
+            log.append("trajectories", rows[:1 + k % 97])
+            log.event(0, "count", str(k))
+        os.pwrite(told, f"{now_s:.9f}".encode().ljust(32), 0)
+
+import numpy as np
+from areal_hpc.observe.schema import TABLES
+rows = np.zeros(100, TABLES["trajectories"].dtype)
+rows["ticket"] = np.arange(100)
+draws = random.Random(int(sys.argv[2]))
+for number in range(int(sys.argv[3])):
+    folder = Path(sys.argv[1]) / str(number)
+    folder.mkdir()
+    told = os.open(folder / "told", os.O_RDWR | os.O_CREAT)
+    child = os.fork()
+    if child == 0:
+        try:
+            write(folder / "log.h5", told)
+        finally:
+            os._exit(1)
+    while not os.fstat(told).st_size:
+        time.sleep(0.001)
+    time.sleep(draws.uniform(0.0, 1.0))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    print(os.WTERMSIG(status), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("seed", "number"), [(0, 5), pytest.param(1, 20, marks=pytest.mark.slow)])
+def test_kill_at_random_moments_loses_one_flush_interval_at_most(tmp_path: Path, seed: int, number: int) -> None:
+    """Each writer was killed wherever it was, also within a flush. What is in the file is a prefix of each table, and lacks the rows of the last 0.2 s at most."""
+    result = child(KILLS, tmp_path, seed, number, environment={"HDF5_USE_FILE_LOCKING": ("FALSE", "TRUE")[seed % 2]})
+    assert result.stdout.split() == [str(int(signal.SIGKILL))] * number, result.stderr
+    for folder in map(str, range(number)):
+        path = tmp_path / folder / "log.h5"
+        timeline, events, trajectories = (read_table(path, table) for table in ("timeline", "events", "trajectories"))
+        assert (timeline["rank"] == np.arange(len(timeline)) % 3).all() and (timeline["phase"] == np.arange(len(timeline)) % 16).all()
+        assert timeline["stop_s"] - timeline["start_s"] == pytest.approx(np.arange(len(timeline)), abs=1e-6)
+        assert events["text"].astype(int).tolist() == [50 * k for k in range(len(events))]
+        written = [ticket for k in range(len(events) + 2) for ticket in range(1 + 50 * k % 97)]
+        assert trajectories["ticket"].tolist() == written[: len(trajectories)]
+        last_s = float((tmp_path / folder / "told").read_text())
+        kept_s = timeline["start_s"][-1] if len(timeline) else last_s - 0.2
+        assert last_s - kept_s < 0.2 + 0.5, "one interval, and what the row before the flush took on a busy machine"
+        assert read_attributes(path)["config"] == "x"
+
+
 FULL = """
 import os, resource, signal, sys
 from pathlib import Path
@@ -264,6 +322,21 @@ def test_refused_write_goes_on_as_text_without_gap_or_double(tmp_path: Path, lim
     with sidecar_path(path).open("a") as file:
         file.write('{"table": "timeline", "row": 99')  # a line that a kill cut
     assert len(read_table(path, "timeline")) == 40 * flushes
+
+
+def test_tail_is_the_end_of_the_table_in_file_and_text(tmp_path: Path) -> None:
+    path = tmp_path / "log.h5"
+    result = child(FULL, path, 120_000, 40)
+    assert result.returncode == 0 and sidecar_path(path).exists(), result.stderr
+    whole = tmp_path / "whole.h5"
+    log = Log.create(whole, {}, Clock())
+    log.append("timeline", intervals(1600))
+    log.close()
+    for most in (0, 1, 1599, 1600, 5000):
+        for log_path in (path, whole):
+            np.testing.assert_array_equal(read_tail(log_path, "timeline", most), intervals(1600)[max(0, 1600 - most) :])
+    with pytest.raises(KeyError):
+        read_tail(whole, "no_such_table", 1)
 
 
 def test_full_disk_ends_cleanly_even_without_a_hard_exit(tmp_path: Path) -> None:

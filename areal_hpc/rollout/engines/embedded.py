@@ -116,6 +116,8 @@ class EmbeddedEngine:
         self._num_running = 0
         self._waiting: deque[tuple[Request, _Prompt]] = deque()
         self._spare_prompt: _Prompt | None = None
+        self.num_prefill_tokens = 0
+        """Tokens whose cache was computed at an admission or after new weights, since the start."""
 
     @property
     def num_running(self) -> int:
@@ -225,6 +227,7 @@ class EmbeddedEngine:
             table = self._table
             sequences = [table.tokens_ST[slot, : table.length_S[slot] - 1] for slot in range(self._num_running)]
             self._model.prefill(sequences, [[slot] for slot in range(self._num_running)])
+            self.num_prefill_tokens += sum(map(len, sequences))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The weights in use under their Hugging Face names, bit-equal to what the engine was given (after the cast to its type)."""
@@ -255,6 +258,7 @@ class EmbeddedEngine:
         sequences = [prompt.tokens_P[:-1] for prompt in prompts] + [self._table.tokens_ST[slot, : self._table.length_S[slot] - 1] for slot in begun]
         if sequences:
             self._model.prefill(sequences, slots + [[slot] for slot in begun])
+            self.num_prefill_tokens += sum(map(len, sequences))
 
     @torch.inference_mode()
     def _decode(self) -> None:
