@@ -353,7 +353,7 @@ def open_head(
         "hosts": ", ".join(world.hosts),
         "node_of_rank": " ".join(map(str, world.node_of_rank)),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "",
-        "job_end_unix": float(os.environ.get("SLURM_JOB_END_TIME") or 0),
+        "job_end_unix": walltime.end or 0.0,
         **hardware(),
     }
     guard.reserve(attempt_dir)
