@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from areal_hpc import signals
 from areal_hpc.config import Config, ConfigError
-from areal_hpc.launch.local import Launcher, LocalJob, create_run_dir, discard_run_dir, final_status, find_launcher, is_rank, world_rank_hint
+from areal_hpc.launch.local import (
+    Launcher,
+    LocalJob,
+    create_run_dir,
+    discard_run_dir,
+    final_status,
+    find_launcher,
+    is_rank,
+    remove_stale_files,
+    world_rank_hint,
+)
 
 
 def test_finds_the_mpiexec_beside_python() -> None:
@@ -141,3 +154,19 @@ def test_a_stop_that_nobody_signalled_is_no_first_signal() -> None:
     assert flag.signal_name == "the job ends in 0:05:00" and not flag.again
     for descriptor in flag._pipe:
         os.close(descriptor)
+
+
+def test_leftovers_go_and_files_of_a_job_that_starts_beside_stay() -> None:
+    """Between opening and mapping its shared memory another job's rank holds no more than a descriptor; deleted then, its MPI_Init never ends."""
+    segment = Path(f"/dev/shm/mpich_shm_{os.getpid():x}{time.time_ns() & 0xFFFF:x}_0")
+    code = f"import sys; file = open({str(segment)!r}, 'w'); print(flush=True); sys.stdin.read()"
+    began_at = time.time() - 1
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None and rank.stdin is not None
+        rank.stdout.readline()
+        remove_stale_files(began_at)
+        assert segment.exists()
+        rank.stdin.close()
+        rank.wait()
+    remove_stale_files(began_at)
+    assert not segment.exists()

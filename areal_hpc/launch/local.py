@@ -7,6 +7,7 @@ ends the job hard (signals.Insistence).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -30,7 +31,7 @@ from areal_hpc.signals import Insistence
 
 USER_ERROR = 2
 OLD_S = 600.0
-"""Age from which a file of MPICH's that nobody maps belongs to no job that is only starting."""
+"""Age from which a file of MPICH's that nobody uses is swept, whoever left it."""
 GRACE_S = 15.0
 """Seconds between asking an MPI launcher to end and killing it."""
 PR_SET_PDEATHSIG = 1
@@ -281,19 +282,30 @@ def _cause(mpiexec_status: int, num_signals: int) -> str:
 
 
 def remove_stale_files(since: float) -> None:
-    """MPICH leaves files behind when a job is aborted: remove those of this user that are newer than the job, or old, and that no process maps."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            mapped |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/mpich_shm" in line}
-        except OSError:
-            continue  # the process ended, or belongs to somebody else
-    candidates = [*Path("/dev/shm").glob("mpich_shm_*"), *Path("/tmp").glob("hydra_hwloc_xmlfile_*")]
-    for leftover in candidates:
-        try:
+    """MPICH leaves files behind when a job is aborted: remove those of this user that are newer than the job, or old, and that nobody uses.
+
+    Trap: another job may be starting beside this one. The files are listed before the processes are looked through, so that whoever made one is found: with the shared
+    memory open, though perhaps not mapped yet, or as the proxy that tells its ranks the name of a topology file.
+    """
+    segments, topologies = list(Path("/dev/shm").glob("mpich_shm_*")), list(Path("/tmp").glob("hydra_hwloc_xmlfile_*"))
+    if not segments and not topologies:
+        return
+    used, has_proxy = set[str](), False
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended, or belongs to somebody else
+            has_proxy = has_proxy or (process / "comm").read_text().startswith("hydra_pmi_proxy")
+            used |= _open_files(process)
+            used |= {line.split()[-1] for line in (process / "maps").read_text().splitlines() if "/dev/shm/mpich_shm" in line}
+    for leftover in [path for path in segments if str(path) not in used] + [path for path in topologies if not has_proxy]:
+        with contextlib.suppress(FileNotFoundError):
             status = leftover.stat()
-            ours = status.st_mtime >= since or status.st_mtime < time.time() - OLD_S
-            if status.st_uid == os.getuid() and ours and str(leftover) not in mapped:
+            if status.st_uid == os.getuid() and (status.st_mtime >= since or status.st_mtime < time.time() - OLD_S):
                 leftover.unlink()
-        except FileNotFoundError:
-            continue
+
+
+def _open_files(process: Path) -> set[str]:
+    names = set()
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            names.add(os.readlink(descriptor))
+    return names
