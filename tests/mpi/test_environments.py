@@ -73,6 +73,7 @@ def reply(problem, turns):
 """
 
 
+@pytest.mark.slow
 def test_an_environment_of_ones_own(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asynchronous, with samples at a slow environment when versions change and when the run ends: all groups accounted for, ages within the bound."""
     (tmp_path / "slow_environment.py").write_text(SLOW)

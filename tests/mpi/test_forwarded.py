@@ -48,6 +48,7 @@ def test_same_bits_as_through_shared_memory(base: Config, tmp_path: Path, monkey
     assert (shared.table("steps")["grad_norm"] > 0).all(), "without gradients equality would prove nothing"
 
 
+@pytest.mark.slow
 def test_silent_generation_rank_ends_the_job(base: Config, tmp_path: Path) -> None:
     """SIGSTOP of a generation rank: no beat comes, and the job ends with a message that names rank and host."""
     config = forwarded(jobs.with_ranks(replace(base, train=replace(base.train, num_steps=100_000)), 3))

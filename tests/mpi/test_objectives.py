@@ -15,6 +15,7 @@ from areal_hpc.observe.schema import OUTCOMES
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.slow
 def test_dapo_with_everything(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quarter_reward.py").write_text("def grade(problem, text):\n    return float(sum(map(ord, text)) % 4 == 0)\n")  # a third of the groups agree
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
