@@ -159,9 +159,12 @@ def superseded(steps: Sequence[int], keep: int, keep_every: int) -> list[int]:
     return [step for step in sorted(steps) if step not in newest and not (keep_every and step % keep_every == 0)]
 
 
-def remove_superseded(run_dir: Path, keep: int, keep_every: int) -> list[int]:
-    """Delete what `superseded` names among the finished checkpoints; returns their steps. Damaged folders are left for their owner to look at."""
-    finished = {step: path for step, path in steps_of(run_dir).items() if is_complete(path)}
+def remove_superseded(run_dir: Path, keep: int, keep_every: int, newest: int) -> list[int]:
+    """Delete what `superseded` names among the finished checkpoints up to step `newest`, the one just written; returns their steps.
+
+    Damaged folders are left for their owner to look at. Later steps are such: the run went on from before them, so they neither count as kept nor are deleted.
+    """
+    finished = {step: path for step, path in steps_of(run_dir).items() if step <= newest and is_complete(path)}
     gone = superseded(list(finished), keep, keep_every)
     for step in gone:
         (finished[step] / MANIFEST_FILE).unlink(missing_ok=True)  # first: what is half deleted is not complete

@@ -156,6 +156,12 @@ def test_a_stop_that_nobody_signalled_is_no_first_signal() -> None:
         os.close(descriptor)
 
 
+def test_a_signal_while_a_resumed_run_loads_has_lost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert final_status(10, tmp_path, num_signals=1, goes_on_from=tmp_path / "step-000090") == 75
+    assert "step-000090, is complete" in capsys.readouterr().out
+    assert final_status(10, tmp_path, num_signals=0, goes_on_from=tmp_path / "step-000090") == 1
+
+
 def test_leftovers_go_and_files_of_a_job_that_starts_beside_stay() -> None:
     """Between opening and mapping its shared memory another job's rank holds no more than a descriptor; deleted then, its MPI_Init never ends."""
     segment = Path(f"/dev/shm/mpich_shm_{os.getpid():x}{time.time_ns() & 0xFFFF:x}_0")

@@ -30,6 +30,7 @@ from areal_hpc.launch.resume import DONE, LOG_INCOMPLETE, Attempt, attempts_of, 
 from areal_hpc.signals import Insistence
 
 USER_ERROR = 2
+REQUEUE = 75
 OLD_S = 600.0
 """Age from which a file of MPICH's that nobody uses is swept, whoever left it."""
 GRACE_S = 15.0
@@ -210,7 +211,7 @@ def _launch_owned(config: Config, attempt: Attempt, ownership: Ownership) -> int
         job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt), (ownership.descriptor,))
         ownership.keep_alive()
         died = Deaths(attempt_dir, config.topology.num_ranks)
-        status = final_status(job.wait(died), attempt_dir, job.num_signals, died)
+        status = final_status(job.wait(died), attempt_dir, job.num_signals, died, goes_on_from=attempt.checkpoint)
     finally:
         remove_stale_files(began_at)
     if status == USER_ERROR:
@@ -236,8 +237,11 @@ def rank_environment(config: Config, attempt: Attempt) -> dict[str, str]:
     }
 
 
-def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int, died: Deaths | None = None) -> int:
-    """What the job's own files say; a missing exit.json is a failure whatever mpiexec returned. Where no rank could say anything: the first one that died."""
+def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int, died: Deaths | None = None, goes_on_from: Path | None = None) -> int:
+    """What the job's own files say; a missing exit.json is a failure whatever mpiexec returned. Where no rank could say anything: the first one that died.
+
+    `goes_on_from`: the complete checkpoint that the attempt began with. A signal that came while the ranks were loading has lost nothing then.
+    """
     failed = attempt_dir / "failure.json"
     if done := _read_report(attempt_dir / "exit.json"):
         return int(done["status"])
@@ -245,6 +249,9 @@ def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int, died:
         if report["exit_status"] != USER_ERROR:  # a user's mistake has been said in one line already
             print(f"failed: {report['name']}: {report['error']}  ({'traceback above and' if 'traceback' in report else 'more'} in {failed})", file=sys.stderr)
         return int(report["exit_status"])
+    if goes_on_from is not None and num_signals == 1 and mpiexec_status >= 0:
+        print(f"stopped on request before training went on; the checkpoint that it would have gone on from, {goes_on_from.name}, is complete")
+        return REQUEUE
     report = deaths.report(died) if died is not None and num_signals <= 1 and mpiexec_status >= 0 else None
     if report is None or (num_signals == 1 and "SIGUSR1" in report["error"]):
         report = {"status": "failed", "exit_status": 1, "name": "launcher", "error": _cause(mpiexec_status, num_signals), "time": time.time()}

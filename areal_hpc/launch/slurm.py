@@ -277,6 +277,8 @@ def main(args: list[str], configure: Callable[[list[str], str], tuple[Config, li
     if not args or args[0] in ("-h", "--help") or "--help" in args:
         print(HELP + _resource_help(), end="")
         return 0 if args else USER_ERROR
+    from submitit.core.utils import FailedJobError
+
     ours, rest = _split(args)
     config, _ = configure(rest, "submit")
     check(config)
@@ -292,11 +294,21 @@ def main(args: list[str], configure: Callable[[list[str], str], tuple[Config, li
         return 0
     if "test_only" in ours:
         return _test_only(script(resources, folder))
-    job = executor(resources, folder, target).submit(run)
+    try:
+        job = executor(resources, folder, target).submit(run)
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"sbatch ended with status {error.returncode} and submitted nothing: {_last_line(error.stderr or error.output)}") from None
+    except FailedJobError as error:
+        raise ConfigError(f"sbatch submitted nothing: {_last_line(str(error))}") from None
     print(f"job {job.job_id}; run folder {run.run_dir}; log {job.paths.stdout}")
     if target == "debug":
         job.result()
     return 0
+
+
+def _last_line(said: str | bytes | None) -> str:
+    lines = (said.decode(errors="replace") if isinstance(said, bytes) else said or "").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
 
 
 def _resource_help() -> str:

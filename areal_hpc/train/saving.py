@@ -234,7 +234,7 @@ class Saves:
             reports = list(self._reports.values())
             files = [file for saved in reports for file in saved.files]
             self.expected_bytes = checkpoints.finish(folder, files, self._meta)
-            gone = checkpoints.remove_superseded(self.run_dir, self.config.checkpoint.keep, self.config.checkpoint.keep_every)
+            gone = checkpoints.remove_superseded(self.run_dir, self.config.checkpoint.keep, self.config.checkpoint.keep_every, self._step)
         except OSError:
             shutil.rmtree(partial_of(folder), ignore_errors=True)
             raise

@@ -203,7 +203,10 @@ class Tape:
             columns: dict[str, Any] = {field: answer[column].copy() for column, field in TOKEN_COLUMNS.items()}
             columns["loss_mask_R"] = columns["loss_mask_R"].astype(bool)
             columns["prompt_P"] = prompts[prompt_stops[k] - row["num_prompt"] : prompt_stops[k]].copy()
-            reward, status = float(row["reward"]), Status(int(row["status"]))
+            try:
+                reward, status = float(row["reward"]), Status(int(row["status"]))
+            except ValueError as error:
+                raise ConfigError(f"{self.path}: damaged, in an answer of step {step}: {error}") from error
             found.append(Trajectory(ticket=int(row["ticket"]), sample=int(row["sample"]), reward=reward, status=status, **columns))
         return found
 

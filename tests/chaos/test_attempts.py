@@ -102,8 +102,11 @@ def test_retention(run_dir: Path) -> None:
     for step in range(5, 13):
         make_checkpoint(run_dir, step)
     (folder_of(run_dir, 2) / "manifest.json").unlink()  # damaged: left for people to look at
-    assert checkpoints.remove_superseded(run_dir, keep=2, keep_every=5) == [1, 3, 4, 6, 7, 8, 9]
+    assert checkpoints.remove_superseded(run_dir, keep=2, keep_every=5, newest=12) == [1, 3, 4, 6, 7, 8, 9]
     assert list(checkpoints.steps_of(run_dir)) == [2, 5, 10, 11, 12]
+    make_checkpoint(run_dir, 6)  # the run went on from step 5, since the later ones are damaged, and has written this
+    assert checkpoints.remove_superseded(run_dir, keep=1, keep_every=0, newest=6) == [5]
+    assert list(checkpoints.steps_of(run_dir)) == [2, 6, 10, 11, 12], "later ones are in nobody's way"
     assert checkpoints.superseded([1, 2, 3], keep=1, keep_every=0) == [1, 2]
 
 
