@@ -146,6 +146,7 @@ class Tape:
         """Raises ConfigError when there is no readable tape of this rank."""
         self.path = tape_path(attempt_dir, world_rank)
         try:
+            _check_whole(self.path)
             self.attributes = read_attributes(self.path)
         except OSError as error:
             raise self._unreadable(error) from error
@@ -209,6 +210,18 @@ class Tape:
                 raise ConfigError(f"{self.path}: damaged, in an answer of step {step}: {error}") from error
             found.append(Trajectory(ticket=int(row["ticket"]), sample=int(row["sample"]), reward=reward, status=status, **columns))
         return found
+
+
+def _check_whole(path: Path) -> None:
+    """HDF5 asks again and again for what a file that was cut short promises to hold. Raises OSError for such a file.
+
+    Format: superblock of version 3 (HDF5 File Format Specification, II.A), whose "end of file address" stands at byte 28.
+    """
+    with path.open("rb") as file:
+        superblock = file.read(36)
+    promised, there = int.from_bytes(superblock[28:36], "little"), path.stat().st_size
+    if len(superblock) == 36 and superblock[8] == 3 and promised > there:
+        raise OSError(f"cut short: {there} of {promised} bytes are there")
 
 
 def read_tapes(attempt_dir: Path) -> list[Tape]:

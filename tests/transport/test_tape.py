@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -176,3 +177,6 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     check_machine(tape, here)
     with pytest.raises(ConfigError, match="threads is 64, recorded 1: bits may differ for that alone; --force"):
         check_machine(tape, here | {"threads": 64})
+    os.truncate(tape_path(tmp_path, 1), 5000)
+    with pytest.raises(ConfigError, match="cut short: 5000 of"):  # HDF5 itself would ask for the rest for minutes
+        Tape(tmp_path, 1)
