@@ -65,6 +65,7 @@ def start(config: Config, run_dir: Path) -> tuple[subprocess.Popen[str], dict[in
     """A job that has trained a step, and the processes of its ranks."""
     process = jobs.start(config, run_dir)
     jobs.wait_for_step(run_dir, process)
+    time.sleep(1.5)  # for some beats: a step takes milliseconds here, and the file of a rank that is stopped now could still say "start"
     return process, jobs.ranks_of(run_dir)
 
 
