@@ -159,7 +159,8 @@ def test_a_stop_that_nobody_signalled_is_no_first_signal() -> None:
 def test_a_signal_while_a_resumed_run_loads_has_lost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert final_status(10, tmp_path, num_signals=1, goes_on_from=tmp_path / "step-000090") == 75
     assert "step-000090, is complete" in capsys.readouterr().out
-    assert final_status(10, tmp_path, num_signals=0, goes_on_from=tmp_path / "step-000090") == 1
+    (tmp_path / "log.h5").touch()
+    assert final_status(10, tmp_path, num_signals=1, goes_on_from=tmp_path / "step-000090") == 1, "a rank that dies while it trains is a failure"
 
 
 def test_leftovers_go_and_files_of_a_job_that_starts_beside_stay() -> None:

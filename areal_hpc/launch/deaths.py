@@ -23,7 +23,7 @@ CALM_EVERY_S = 1.0
 
 @dataclass(slots=True)
 class Deaths:
-    """Lifecycle: `wait` until the job's launcher has ended, then `first`."""
+    """Lifecycle: `wait` until the job's launcher has ended, then `report`."""
 
     attempt_dir: Path
     num_ranks: int

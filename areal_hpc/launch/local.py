@@ -249,7 +249,7 @@ def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int, died:
         if report["exit_status"] != USER_ERROR:  # a user's mistake has been said in one line already
             print(f"failed: {report['name']}: {report['error']}  ({'traceback above and' if 'traceback' in report else 'more'} in {failed})", file=sys.stderr)
         return int(report["exit_status"])
-    if goes_on_from is not None and num_signals == 1 and mpiexec_status >= 0:
+    if goes_on_from is not None and num_signals == 1 and mpiexec_status >= 0 and not (attempt_dir / "log.h5").exists():  # training makes the log
         print(f"stopped on request before training went on; the checkpoint that it would have gone on from, {goes_on_from.name}, is complete")
         return REQUEUE
     report = deaths.report(died) if died is not None and num_signals <= 1 and mpiexec_status >= 0 else None
