@@ -170,8 +170,8 @@ def _launch(plan: Plan, args: Sequence[str]) -> int:
     command = [*launcher.command(plan.num_ranks), sys.executable, "-m", "areal_hpc", "replay", *args]
     quiet = {"AREAL_HPC_PROGRESS": "none"}
     try:
-        job = LocalJob(command, os.environ | launcher.environment() | rank_environment(plan.config, Attempt(plan.out)) | quiet)
-        died = Deaths(plan.out, plan.num_ranks)
+        died = Deaths(plan.out)
+        job = LocalJob(command, os.environ | launcher.environment() | rank_environment(plan.config, Attempt(plan.out)) | quiet | died.environment())
         status = job.wait(died)
     finally:
         remove_stale_files(began_at)

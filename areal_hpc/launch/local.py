@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from areal_hpc import fence
 from areal_hpc.config import Config, ConfigError
@@ -208,9 +209,9 @@ def _launch_owned(config: Config, attempt: Attempt, ownership: Ownership) -> int
         str(attempt_dir / "config.yaml"),
     ]
     try:
-        job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt), (ownership.descriptor,))
+        died = Deaths(attempt_dir)
+        job = LocalJob(command, os.environ | launcher.environment() | rank_environment(config, attempt) | died.environment(), (ownership.descriptor,))
         ownership.keep_alive()
-        died = Deaths(attempt_dir, config.topology.num_ranks)
         status = final_status(job.wait(died), attempt_dir, job.num_signals, died, goes_on_from=attempt.checkpoint)
     finally:
         remove_stale_files(began_at)
@@ -246,6 +247,9 @@ def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int, died:
     if done := _read_report(attempt_dir / "exit.json"):
         return int(done["status"])
     if report := _read_report(failed):
+        if report.get("died") and died is not None and (truer := deaths.report(died)) and truer["rank"] != report["rank"]:
+            report |= truer | {"ranks": report["ranks"]}  # a watchdog saw one of those that the first death took along
+            _write_failure(failed, report)
         if report["exit_status"] != USER_ERROR:  # a user's mistake has been said in one line already
             print(f"failed: {report['name']}: {report['error']}  ({'traceback above and' if 'traceback' in report else 'more'} in {failed})", file=sys.stderr)
         return int(report["exit_status"])
@@ -259,11 +263,15 @@ def final_status(mpiexec_status: int, attempt_dir: Path, num_signals: int, died:
     else:
         print(f"failed: {report['name']}: {report['error']}  (more in {failed})", file=sys.stderr)
     (attempt_dir / "failure.json.tmp").unlink(missing_ok=True)  # what the ranks had reserved makes room for it
-    try:
-        deaths.write(failed, report)
-    except OSError as error:
-        print(f"could not write {failed}: {error.strerror}", file=sys.stderr)
+    _write_failure(failed, report)
     return 1
+
+
+def _write_failure(path: Path, report: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        print(f"could not write {path}: {error.strerror}", file=sys.stderr)
 
 
 def _read_report(path: Path) -> dict | None:

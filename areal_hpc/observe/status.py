@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "ranks"
+LIFELINE = "AREAL_HPC_LIFELINE"
+"""Variable with the name of the socket (abstract, unix(7)) at which a launcher on this node waits for its ranks."""
 _LAYOUT = struct.Struct("<8sIIqQQQddd128s64s24s512s")
 _MAGIC = b"arealst1"
 _BYTES = 4096
@@ -137,6 +139,21 @@ def read_statuses(attempt_dir: Path) -> list[RankStatus]:
             if status is not None:
                 found.append(status)
     return found
+
+
+def hold_lifeline(world_rank: int) -> socket.socket | None:
+    """Connect to the launcher, which sees by the end of the connection when this process dies (launch/deaths.py). None where no launcher asks for it, or it has gone."""
+    name = os.environ.get(LIFELINE)
+    if not name:
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"\0{name}")
+        connection.sendall(str(world_rank).encode())
+    except OSError:
+        connection.close()
+        return None
+    return connection
 
 
 def table(statuses: Iterable[RankStatus], now: float) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ import faulthandler
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -60,6 +61,8 @@ class Cause:
     phase: str
     kill: bool = False
     """The rank still exists and will not end by itself."""
+    died: bool = False
+    """Seen by its end, which the launcher may have seen in a truer order."""
 
 
 @dataclass(slots=True)
@@ -111,11 +114,17 @@ class Place:
     file: StatusFile | None
     """None where the disk has no room for it: this rank is then watched less closely."""
     stacks: IO[bytes]
+    lifeline: socket.socket | None = None
+    """To a launcher on this node; nothing is sent, it only has to stay open."""
 
 
 def announce(attempt_dir: Path, world_rank: int) -> Place:
-    """Before MPI starts: make the status file, and make guard.STACK_SIGNAL write the stacks of this process: in C, so also while something holds the interpreter lock."""
+    """Before MPI starts: take hold of the lifeline, make the status file, and make guard.STACK_SIGNAL write the stacks of this process.
+
+    It writes them in C, so also while something holds the interpreter lock.
+    """
     first = status.this_process(world_rank, phase="mpi")
+    lifeline = status.hold_lifeline(world_rank)
     file: StatusFile | None = None
     stacks: IO[bytes] = open(os.devnull, "wb", buffering=0)  # noqa: SIM115 (open as long as the process lives)
     try:
@@ -127,7 +136,7 @@ def announce(attempt_dir: Path, world_rank: int) -> Place:
             file=sys.stderr,
         )
     faulthandler.register(guard.STACK_SIGNAL, stacks, all_threads=True, chain=False)
-    return Place(attempt_dir, first.name, file, stacks)
+    return Place(attempt_dir, first.name, file, stacks, lifeline)
 
 
 class Watchdog:
@@ -139,6 +148,7 @@ class Watchdog:
     def __init__(self, config: Config, world: World, phases: Phases, stop: StopFlag, place: Place, links: Links | None) -> None:
         self._config, self._world, self._phases, self._stop_flag = config, world, phases, stop
         self._attempt_dir, self._file, self._stacks, self._links = place.attempt_dir, place.file, place.stacks, links
+        self._lifeline = place.lifeline
         self._own = status.this_process(world.world_rank, world.name())
         self._peers: dict[int, Peer] = {}
         self._listened_at = time.monotonic()
@@ -257,10 +267,10 @@ class Watchdog:
             peer.left = found is not None and found.left
             if not peer.left:
                 how = status.how_it_ended(peer.pid) or "its process ended"
-                return Cause(peer.world_rank, peer.name, f"died ({how}) in phase {peer.phase}", peer.phase)
+                return Cause(peer.world_rank, peer.name, f"died ({how}) in phase {peer.phase}", peer.phase, died=True)
         for world_rank in events.lost:
             peer = self._peers[world_rank]
-            return Cause(world_rank, peer.name, f"died (its connection broke) in phase {peer.phase}", peer.phase)
+            return Cause(world_rank, peer.name, f"died (its connection broke) in phase {peer.phase}", peer.phase, died=True)
         return None
 
     def _signalled(self) -> Cause | None:
@@ -327,6 +337,7 @@ class Watchdog:
             "rank": cause.world_rank,
             "name": cause.name,
             "error": cause.error,
+            "died": cause.died,
             "phase": cause.phase,
             "found_by": self._world.name(),
             "time": time.time(),
@@ -335,7 +346,7 @@ class Watchdog:
         path = self._attempt_dir / "failure.json"
         first = guard.claim(path, report)
         if self._links is not None:
-            self._links.tell_end({"world_rank": cause.world_rank, "name": cause.name, "error": cause.error, "phase": cause.phase, "kill": cause.kill})
+            self._links.tell_end(dataclasses.asdict(cause))
         if first:
             with contextlib.suppress(OSError):
                 print(f"areal-hpc: {cause.name} {cause.error}; found by {self._world.name()}; see {path}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_hpc.config import Config
 from areal_hpc.observe.progress import Progress
-from areal_hpc.observe.schema import OUTCOMES, fitting
+from areal_hpc.observe.schema import OUTCOMES, TABLES, fitting
 from areal_hpc.observe.state import RANK_STATE, process_state
 from areal_hpc.observe.telemetry import Log
 from areal_hpc.observe.timeline import Phases
@@ -183,53 +183,48 @@ class Recorder:
 
     def _trajectories(self, step: int, plan: Plan, groups: list[Arrival], rejected: list[tuple[Arrival, str]], table: np.ndarray) -> Counter[str]:
         """Rows of /trajectories for the batch and for what was closed without training; returns the number of each outcome."""
-        rows = [self._row(step, group, sample, plan.policy_version) for group in groups for sample in group.table]
-        for k, row in enumerate(rows):
-            masked = plan.weight_S[k] == 0
-            graded = int(table["status"][k]) in GRADED_VALUES
-            row["outcome"] = OUTCOMES.index("trained" if not masked else "masked" if graded else "failed")
-            row["advantage"] = float(plan.advantage_S[k]) if not masked else float("nan")
-        rows += self._rejected_rows(step, plan.policy_version, rejected)
+        rows = np.concatenate([self._rows(step, group, plan.policy_version) for group in groups])
+        trained_S = plan.weight_S > 0
+        graded_S = np.isin(table["status"], GRADED_VALUES)
+        rows["outcome"] = np.select([trained_S, graded_S], [OUTCOMES.index("trained"), OUTCOMES.index("masked")], OUTCOMES.index("failed"))
+        rows["advantage"] = np.where(trained_S, plan.advantage_S, np.nan)
+        rows = np.concatenate([rows, *self._rejected_rows(step, plan.policy_version, rejected)])
         self._append_trajectories(rows)
-        return Counter(OUTCOMES[row["outcome"]] for row in rows)
+        return Counter({OUTCOMES[outcome]: int(count) for outcome, count in zip(*np.unique(rows["outcome"], return_counts=True), strict=True)})
 
     def rejected(self, step: int, groups: list[tuple[Arrival, str]]) -> None:
         """Rows of groups that were closed without training after the last step."""
-        self._append_trajectories(self._rejected_rows(step, step, groups))
+        if rows := self._rejected_rows(step, step, groups):
+            self._append_trajectories(np.concatenate(rows))
 
-    def _append_trajectories(self, rows: list[dict[str, Any]]) -> None:
+    def _append_trajectories(self, rows: np.ndarray) -> None:
         self.log.append("trajectories", rows)
         if self.saved is not None:
             self.saved.closed(rows)
 
-    def _rejected_rows(self, step: int, version: int, rejected: list[tuple[Arrival, str]]) -> list[dict[str, Any]]:
-        rows = []
+    def _rejected_rows(self, step: int, version: int, rejected: list[tuple[Arrival, str]]) -> list[np.ndarray]:
+        found = []
         for group, reason in rejected:
-            for sample in group.table:
-                graded = int(sample["status"]) in GRADED_VALUES
-                outcome = OUTCOMES.index("failed" if not graded else "filtered" if reason == "filtered" else "dropped")
-                rows.append(self._row(step, group, sample, version) | {"outcome": outcome, "advantage": float("nan")})
-        return rows
+            rows = self._rows(step, group, version)
+            closed = OUTCOMES.index("filtered" if reason == "filtered" else "dropped")
+            rows["outcome"] = np.where(np.isin(group.table["status"], GRADED_VALUES), closed, OUTCOMES.index("failed"))
+            rows["advantage"] = np.nan
+            found.append(rows)
+        return found
 
-    def _row(self, step: int, group: Arrival, sample: np.void, version: int) -> dict[str, Any]:
-        return {
-            "ticket": group.ticket,
-            "sample": int(sample["sample"]),
-            "generation_rank": EARLIER if group.generation_rank == EARLIER else self.world.generation_ranks[group.generation_rank],
-            "batch": step,
-            "prompt_tokens": group.prompt_tokens,
-            "answer_tokens": int(sample["num_tokens"]),
-            "sampled_tokens": int(sample["num_sampled"]),
-            "turns": int(sample["num_turns"]),
-            "version_min": int(sample["version_min"]),
-            "version_max": int(sample["version_max"]),
-            "age": version - int(sample["version_min"]),
-            "reward": float(sample["reward"]),
-            "status": int(sample["status"]),
-            "generated_s": float(sample["generated_s"]),
-            "graded_s": float(sample["graded_s"]),
-            "waited_s": group.waited_s,
-        }
+    def _rows(self, step: int, group: Arrival, version: int) -> np.ndarray:
+        """Without outcome and advantage. Arrays and no dictionaries: this is the one table that grows with the batch."""
+        table, rows = group.table, np.zeros(len(group.table), TABLES["trajectories"].dtype)
+        rows["ticket"] = group.ticket
+        rows["generation_rank"] = EARLIER if group.generation_rank == EARLIER else self.world.generation_ranks[group.generation_rank]
+        rows["batch"] = step
+        rows["prompt_tokens"] = group.prompt_tokens
+        rows["answer_tokens"], rows["sampled_tokens"], rows["turns"] = table["num_tokens"], table["num_sampled"], table["num_turns"]
+        rows["age"] = version - table["version_min"].astype(np.int64)
+        rows["waited_s"] = group.waited_s
+        for name in ("sample", "version_min", "version_max", "reward", "status", "generated_s", "graded_s"):
+            rows[name] = table[name]
+        return rows
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """All shares of an evaluation are here."""

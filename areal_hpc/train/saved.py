@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from areal_hpc.config import Config
 from areal_hpc.data.datasets import Problems
@@ -49,12 +51,14 @@ class SavedAnswers:
         rows = [samples.record(answer, self.problems.heldout[answer.problem], kind="evaluation", version=version) for answer in found]
         self._write(samples.file_name("evaluation", version), rows)
 
-    def closed(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def closed(self, rows: np.ndarray) -> None:
         """Rows of /trajectories of groups that ended, all rows of a group in one call."""
-        ended: dict[int, list[Mapping[str, Any]]] = {}
-        for row in rows:
-            if is_saved(row["ticket"], self.config):
-                ended.setdefault(row["ticket"], []).append(row)
+        names = rows.dtype.names or ()
+        ended = {
+            ticket: [dict(zip(names, row, strict=True)) for row in rows[rows["ticket"] == ticket].tolist()]
+            for ticket in dict.fromkeys(rows["ticket"].tolist())
+            if is_saved(ticket, self.config)
+        }
         self._closed |= ended
         self._join(list(ended))
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.config import Config, ConfigError, Watchdog, check
+from areal_hpc.launch.deaths import Deaths, report
 from areal_hpc.observe import status
 from areal_hpc.observe.links import Hub, Spoke
 from areal_hpc.observe.status import StatusFile, StatusView, read_statuses, this_process
@@ -297,6 +298,62 @@ def test_a_reused_process_number_is_not_taken_for_the_process() -> None:
     child.wait()
     os.close(descriptor)
     assert status.open_process(child.pid, ticks) is None and status.how_it_ended(child.pid) == ""
+
+
+RANK = """
+import sys
+from pathlib import Path
+from areal_hpc.observe import status
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+lifeline = status.hold_lifeline(rank)
+status.StatusFile(folder, status.this_process(rank))
+print("here", flush=True)
+input()
+lifeline.close()
+print("closed", flush=True)
+input()
+"""
+
+
+def test_the_launcher_knows_who_died_first(tmp_path: Path) -> None:
+    """Also when it comes to look only after all are dead, and when the first one's process, its connections closed by the kernel already, ends last."""
+    deaths = Deaths(tmp_path)
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], env=os.environ | deaths.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for rank in range(4)
+    ]
+    launcher = subprocess.Popen(["sleep", "60"])
+    descriptor = os.pidfd_open(launcher.pid)
+
+    def say(rank: int, order: str, answer: str) -> None:
+        stdin, stdout = ranks[rank].stdin, ranks[rank].stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(order)
+        stdin.flush()
+        assert stdout.readline() == answer
+
+    try:
+        for rank in range(4):
+            say(rank, "", "here\n")
+        while deaths.num_known < 4:
+            assert not deaths.wait(descriptor)
+        say(2, "\n", "closed\n")
+        for rank in (3, 0, 2, 1):
+            ranks[rank].kill()
+            ranks[rank].wait()
+        launcher.kill()
+        while not deaths.wait(descriptor):
+            pass
+        assert [line.world_rank for line in deaths.ended] == [2, 3, 0, 1]
+        found = report(deaths)
+        assert found is not None and found["rank"] == 2 and [row["rank"] for row in found["ranks"]] == [0, 1, 2, 3]
+    finally:
+        deaths.close()
+        os.close(descriptor)
+        for process in (*ranks, launcher):
+            process.kill()
+            process.communicate()
 
 
 def test_links_tell_beats_failures_ends_and_deaths() -> None:

@@ -26,9 +26,9 @@ from areal_hpc.signals import StopFlag
 
 def launch(attempt_dir: Path, num_ranks: int) -> int:
     launcher, began_at = find_launcher(), time.time()
-    environment = os.environ | launcher.environment() | {"AREAL_HPC_ATTEMPT_DIR": str(attempt_dir), "PYTHONUNBUFFERED": "1"}
+    died = Deaths(attempt_dir)
+    environment = os.environ | launcher.environment() | died.environment() | {"AREAL_HPC_ATTEMPT_DIR": str(attempt_dir), "PYTHONUNBUFFERED": "1"}
     job = LocalJob([*launcher.command(num_ranks), sys.executable, __file__, str(attempt_dir)], environment)
-    died = Deaths(attempt_dir, num_ranks)
     try:
         return final_status(job.wait(died), attempt_dir, job.num_signals, died)
     finally:

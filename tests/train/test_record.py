@@ -10,6 +10,7 @@ from areal_hpc.config import Config, Evaluation, Train
 from areal_hpc.data.datasets import Problem, Problems
 from areal_hpc.observe.progress import Progress
 from areal_hpc.observe.samples import read_records
+from areal_hpc.observe.schema import TABLES
 from areal_hpc.observe.telemetry import MemoryLog
 from areal_hpc.observe.timeline import Phases
 from areal_hpc.topology import World
@@ -81,11 +82,13 @@ def test_saved_answers_meet_their_group_in_either_order(tmp_path):
     config = dataclasses.replace(make_config(), evaluation=Evaluation(save_training_groups=9))
     problems = Problems([Problem(0, "q", "a", "s")], [Problem(0, "h", "b", "t")], "")
     texts = [AnswerText.of(0, sample, f"text {sample}", None, Status.WRONG, 0.0, 5, (0, 1)) for sample in range(4)]
-    rows = {t: [{"ticket": t, "sample": s, "batch": 3, "outcome": 1, "age": 2, "reward": -5.0, "advantage": math.nan} for s in range(4)] for t in range(2)}
+    rows = np.zeros(8, TABLES["trajectories"].dtype)
+    rows["ticket"], rows["sample"] = np.divmod(np.arange(8), 4)
+    rows["batch"], rows["outcome"], rows["age"], rows["reward"], rows["advantage"] = 3, 1, 2, -5.0, math.nan
 
     def fill(saved):
         saved.receive(Piece("training", 0, tuple(texts[:3])))
-        saved.closed(rows[0] + rows[1])
+        saved.closed(rows)
         saved.receive(Piece("training", 0, tuple(texts[3:])))
         for ticket in (1, 2):
             saved.receive(Piece("training", ticket, tuple(texts[::-1])))
