@@ -183,8 +183,9 @@ def _say_that_it_starts(attempt_dir: Path) -> None:
     import contextlib
 
     from areal_hpc.launch.local import world_rank_hint
-    from areal_hpc.observe.status import StatusFile, this_process
+    from areal_hpc.observe.status import StatusFile, hold_lifeline, this_process
 
+    hold_lifeline(world_rank_hint())
     with contextlib.suppress(OSError):
         StatusFile(attempt_dir, this_process(world_rank_hint(), phase="loading"))
 

@@ -28,6 +28,8 @@ _LAYOUT = struct.Struct("<8sIIqQQQddd128s64s24s512s")
 _MAGIC = b"arealst1"
 _BYTES = 4096
 assert _LAYOUT.size <= _BYTES
+_lifeline: list[socket.socket] = []
+"""Open as long as the process lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +143,22 @@ def read_statuses(attempt_dir: Path) -> list[RankStatus]:
     return found
 
 
-def hold_lifeline(world_rank: int) -> socket.socket | None:
-    """Connect to the launcher, which sees by the end of the connection when this process dies (launch/deaths.py). None where no launcher asks for it, or it has gone."""
+def hold_lifeline(world_rank: int) -> None:
+    """Connect to the launcher, which sees by the end of the connection that this process has died (launch/deaths.py).
+
+    Nothing where no launcher asks for it, or it has gone.
+    """
     name = os.environ.get(LIFELINE)
-    if not name:
-        return None
+    if not name or _lifeline:
+        return
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"\0{name}")
         connection.sendall(str(world_rank).encode())
     except OSError:
         connection.close()
-        return None
-    return connection
+    else:
+        _lifeline.append(connection)
 
 
 def table(statuses: Iterable[RankStatus], now: float) -> list[dict[str, Any]]:

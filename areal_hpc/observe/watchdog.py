@@ -24,7 +24,6 @@ import faulthandler
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -114,8 +113,6 @@ class Place:
     file: StatusFile | None
     """None where the disk has no room for it: this rank is then watched less closely."""
     stacks: IO[bytes]
-    lifeline: socket.socket | None = None
-    """To a launcher on this node; nothing is sent, it only has to stay open."""
 
 
 def announce(attempt_dir: Path, world_rank: int) -> Place:
@@ -124,7 +121,7 @@ def announce(attempt_dir: Path, world_rank: int) -> Place:
     It writes them in C, so also while something holds the interpreter lock.
     """
     first = status.this_process(world_rank, phase="mpi")
-    lifeline = status.hold_lifeline(world_rank)
+    status.hold_lifeline(world_rank)
     file: StatusFile | None = None
     stacks: IO[bytes] = open(os.devnull, "wb", buffering=0)  # noqa: SIM115 (open as long as the process lives)
     try:
@@ -136,7 +133,7 @@ def announce(attempt_dir: Path, world_rank: int) -> Place:
             file=sys.stderr,
         )
     faulthandler.register(guard.STACK_SIGNAL, stacks, all_threads=True, chain=False)
-    return Place(attempt_dir, first.name, file, stacks, lifeline)
+    return Place(attempt_dir, first.name, file, stacks)
 
 
 class Watchdog:
@@ -148,7 +145,6 @@ class Watchdog:
     def __init__(self, config: Config, world: World, phases: Phases, stop: StopFlag, place: Place, links: Links | None) -> None:
         self._config, self._world, self._phases, self._stop_flag = config, world, phases, stop
         self._attempt_dir, self._file, self._stacks, self._links = place.attempt_dir, place.file, place.stacks, links
-        self._lifeline = place.lifeline
         self._own = status.this_process(world.world_rank, world.name())
         self._peers: dict[int, Peer] = {}
         self._listened_at = time.monotonic()

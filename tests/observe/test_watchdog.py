@@ -305,11 +305,11 @@ import sys
 from pathlib import Path
 from areal_hpc.observe import status
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-lifeline = status.hold_lifeline(rank)
+status.hold_lifeline(rank)
 status.StatusFile(folder, status.this_process(rank))
 print("here", flush=True)
 input()
-lifeline.close()
+status._lifeline.pop().close()
 print("closed", flush=True)
 input()
 """
