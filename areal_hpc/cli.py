@@ -43,6 +43,10 @@ areal-hpc run RECIPE --help lists all options with their meaning.
 """
 
 
+OWN_HELP = ("run", "submit", "simulate", "plan")
+"""Commands that explain their options themselves."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     args = list(sys.argv[1:] if arguments is None else arguments)
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     try:
         asks_for_help = any(argument in ("-h", "--help", "help") for argument in args[:2])
-        if not args or (asks_for_help and not (args[0] == "run" and args[1] in ("-h", "--help") and len(args) > 2) and args[0] != "submit"):
+        if not args or (asks_for_help and (args[0] not in OWN_HELP or args in (["run", "-h"], ["run", "--help"]))):
             print(USAGE, end="")
             return 0 if args else 2
         if args[0] in ("-V", "--version"):

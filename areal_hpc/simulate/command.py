@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,27 +28,27 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}")
 
 
+def _number(text: str, kind: Callable[[str], Any], rule: str, ok: Callable[[Any], bool]) -> Any:
+    with contextlib.suppress(ValueError):
+        if ok(value := kind(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not {rule}")
+
+
 def context_tokens(text: str) -> int:
     """32k or 32768."""
-    number = int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
-    if number < 2:
-        raise ValueError(text)
-    return number
+    found = _number(text, lambda t: int(t[:-1]) * 1024 if t.lower().endswith("k") else int(t), "a number of tokens, at least 2: 32k or 32768", lambda n: n >= 2)
+    return int(found)
 
 
 def staleness(text: str) -> float:
     """0, 1, 2, ... or inf."""
-    value = math.inf if text == "inf" else float(int(text))
-    if value < 0:
-        raise ValueError(text)
-    return value
+    return float(_number(text, lambda t: math.inf if t == "inf" else float(int(t)), "a number of versions: 0, 1, 2, ... or inf", lambda n: n >= 0))
 
 
 def positive(text: str) -> int:
     """A whole number above zero."""
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
+    return int(_number(text, int, "a whole number above zero", lambda n: n >= 1))
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -209,7 +211,7 @@ def plan_command(arguments: Sequence[str]) -> int:
         raise ConfigError("areal-hpc plan needs --gpus, the GPUs of the job")
     if given.plot and not Path(given.plot).absolute().parent.is_dir():
         raise ConfigError(f"--plot {given.plot}: no such folder")
-    found = planner.plan(_wanted(given.model, given))
+    found = planner.plan(_wanted(given.model, given), (lambda text: print(text, file=sys.stderr)) if sys.stderr.isatty() else lambda text: None)
     if given.plot:
         planner.plot(found, Path(given.plot))
     print(json.dumps(_plan_object(found, given.trajectories)) if given.json else _plan_text(found, given.trajectories))

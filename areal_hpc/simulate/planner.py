@@ -11,6 +11,7 @@ parallelism, then to more generation ranks, since answers grow while a model lea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -151,7 +152,7 @@ def job(wanted: Wanted, *, num_training: int, tensor_parallel: int, eta: float, 
     )
 
 
-def choose(wanted: Wanted, num_training: int, tensor_parallel: int, eta: float, batch_size: int, colocated: bool = False) -> Choice:
+def simulated(wanted: Wanted, num_training: int, tensor_parallel: int, eta: float, batch_size: int, colocated: bool = False) -> Choice:
     """Simulate one setting."""
     described = job(
         wanted, num_training=num_training, tensor_parallel=tensor_parallel, eta=eta, batch_size=batch_size, num_steps=NUM_STEPS, colocated=colocated
@@ -193,8 +194,14 @@ def engines_of(wanted: Wanted) -> list[int]:
     return fitting[:2]
 
 
-def plan(wanted: Wanted) -> Plan:
-    """Raises ConfigError when the model does not fit."""
+def plan(wanted: Wanted, say: Callable[[str], None] = lambda text: None) -> Plan:
+    """Some 20 simulations, each of which `say` hears of: minutes for a thousand GPUs. Raises ConfigError when the model does not fit."""
+
+    def choose(num_training: int, tensor_parallel: int, eta: float, batch_size: int, colocated: bool = False) -> Choice:
+        split = "colocated" if colocated else f"{wanted.gpus - num_training} + {num_training}"
+        say(f"simulating {split}, engines of {tensor_parallel}, eta = {eta:g}, B = {batch_size:,}")
+        return simulated(wanted, num_training, tensor_parallel, eta, batch_size, colocated)
+
     engines = engines_of(wanted)
     training = [t for t in splits_of(wanted.gpus) if fits_training(wanted, t)]
     if not training:
@@ -202,20 +209,20 @@ def plan(wanted: Wanted) -> Plan:
     possible = [t for t in training if (wanted.gpus - t) % engines[0] == 0 and wanted.batch_size // wanted.num_minibatches >= t]
     if not possible:
         raise ConfigError(f"--batch {wanted.batch_size} is too small for any split of {wanted.gpus} GPUs")
-    splits = [choose(wanted, t, engines[0], PLANNED_ETA, wanted.batch_size) for t in possible]
+    splits = [choose(t, engines[0], PLANNED_ETA, wanted.batch_size) for t in possible]
     split = best_of(splits)
-    larger = [choose(wanted, split.num_training, tp, PLANNED_ETA, wanted.batch_size) for tp in engines[1:] if (wanted.gpus - split.num_training) % tp == 0]
+    larger = [choose(split.num_training, tp, PLANNED_ETA, wanted.batch_size) for tp in engines[1:] if (wanted.gpus - split.num_training) % tp == 0]
     split = best_of([split, *larger])
-    etas = [split if eta == PLANNED_ETA else choose(wanted, split.num_training, split.tensor_parallel, eta, wanted.batch_size) for eta in ETAS]
+    etas = [split if eta == PLANNED_ETA else choose(split.num_training, split.tensor_parallel, eta, wanted.batch_size) for eta in ETAS]
     fastest = max(choice.tokens_per_s for choice in etas)
     eta = next(choice.eta for choice in etas if choice.tokens_per_s >= ETA_SHARE * fastest)
     unit = wanted.group_size * wanted.num_minibatches
     sizes = sorted({max(unit, wanted.batch_size // part // unit * unit) for part in (4, 2)} | {wanted.batch_size})
-    batches = [choose(wanted, split.num_training, split.tensor_parallel, eta, size) for size in sizes if size // wanted.num_minibatches >= split.num_training]
+    batches = [choose(split.num_training, split.tensor_parallel, eta, size) for size in sizes if size // wanted.num_minibatches >= split.num_training]
     best = next(choice for choice in batches if choice.tokens_per_s >= BATCH_SHARE * batches[-1].tokens_per_s)
-    synchronous = [choose(wanted, split.num_training, split.tensor_parallel, 0, best.batch_size)]
+    synchronous = [choose(split.num_training, split.tensor_parallel, 0, best.batch_size)]
     if best.batch_size // wanted.num_minibatches >= wanted.gpus and wanted.gpus % split.tensor_parallel == 0:
-        synchronous.append(choose(wanted, wanted.gpus, split.tensor_parallel, 0, best.batch_size, colocated=True))
+        synchronous.append(choose(wanted.gpus, split.tensor_parallel, 0, best.batch_size, colocated=True))
     return Plan(
         wanted=wanted,
         best=best,
