@@ -115,8 +115,14 @@ def _stored_config(given: Config) -> Config | None:
 
     if not given.run_dir:
         raise ConfigError("--resume needs the folder of the run: --run-dir RUN --resume")
-    path = Path(given.run_dir) / "config.yaml"
-    return load_yaml(str(path), given) if path.exists() else None
+    from areal_hpc.launch.resume import attempts_of
+
+    run_dir = Path(given.run_dir)
+    folders = [run_dir, *reversed(attempts_of(run_dir).values())]  # each attempt has a copy
+    path = next((path for folder in folders if (path := folder / "config.yaml").exists()), None)
+    if path is None and len(folders) > 1:
+        raise ConfigError(f"run_dir={run_dir} has attempts and no config.yaml, so that nobody knows what to go on with; put it back, or choose another folder")
+    return load_yaml(str(path), given, source="") if path is not None else None
 
 
 def run(args: list[str]) -> int:

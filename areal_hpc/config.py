@@ -356,7 +356,7 @@ class Storage:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     every: int = 50
-    """Steps between checkpoints, from which `--resume` goes on; 0: only when a signal stops the run."""
+    """Steps between checkpoints, from which `--resume` goes on; the last step has one as well. 0: only when a signal stops the run."""
     keep: int = 2
     """Newest complete checkpoints that stay; older ones are deleted once a new one is complete."""
     keep_every: int = 0

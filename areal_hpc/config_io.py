@@ -49,20 +49,23 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_yaml(path: str, base: Config) -> Config:
-    """`base` with the values of a YAML file. Raises ConfigError: missing file, malformed YAML, unknown key (nearest named), wrong type."""
+def load_yaml(path: str, base: Config, source: str = "--config=") -> Config:
+    """`base` with the values of a YAML file. Raises ConfigError: missing file, malformed YAML, unknown key (nearest named), wrong type.
+
+    `source`: where the user said which file, for messages; empty for a file of our own.
+    """
     try:
         text = Path(path).read_text()
     except OSError as error:
-        raise ConfigError(f"--config={path}: {error.strerror}") from error
+        raise ConfigError(f"{source}{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--config={path}: not a text file ({error.reason})") from error
+        raise ConfigError(f"{source}{path}: not a text file ({error.reason})") from error
     try:
         values = yaml.load(text, _UniqueKeys)  # a safe loader
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config={path}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{source}{path}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--config={path}: expected sections such as 'train:', found {type(values).__name__}")
+        raise ConfigError(f"{source}{path}: expected sections such as 'train:', found {type(values).__name__}")
     return _merged(base, values, path, "")
 
 

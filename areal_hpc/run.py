@@ -287,6 +287,7 @@ def train(
     steps = training_loop(rank)
     finished = steps == config.train.num_steps
     if finished and tape.keeps_results:
+        rank.finish_saving()  # first what can be gone on from, whatever becomes of the model's folder
         with phases("save"):
             save_model(run_dir / "model", trainer, decoder_config, tokenizer_files)
     summary = end_run(rank, finished=finished) | tape.summary(rank)

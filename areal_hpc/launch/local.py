@@ -109,9 +109,10 @@ def begin_attempt(config: Config, *, resume: bool, fingerprint: str) -> Attempt:
 
 def is_done(config: Config, *, resume: bool) -> bool:
     """Nothing is left to resume; says so."""
-    done = resume and 0 < config.train.num_steps <= steps_done(Path(config.run_dir))
+    steps = steps_done(Path(config.run_dir)) if resume else 0
+    done = 0 < config.train.num_steps <= steps
     if done and world_rank_hint() == 0:
-        print(f"{config.run_dir} has its {config.train.num_steps} steps already; more of them: --train.num-steps", flush=True)
+        print(f"{config.run_dir} has {steps} steps already, and {config.train.num_steps} are asked for; more of them: --train.num-steps", flush=True)
     return done
 
 

@@ -128,10 +128,14 @@ def save(
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_synced(partial / "config.json", (json.dumps(dict(config), indent=2, sort_keys=True) + "\n").encode())
-    for name, content in (tokenizer_files or {}).items():
-        write_synced(partial / name, content)
-    _save_weights(partial, named_tensors, max_file_bytes)
+    try:
+        write_synced(partial / "config.json", (json.dumps(dict(config), indent=2, sort_keys=True) + "\n").encode())
+        for name, content in (tokenizer_files or {}).items():
+            write_synced(partial / name, content)
+        _save_weights(partial, named_tensors, max_file_bytes)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     if target.exists():
         target.rename(old)

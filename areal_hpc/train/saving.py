@@ -163,9 +163,12 @@ class Saves:
         return self._under_way and len(self._reports) == self.world.size
 
     def is_due(self, step: int) -> bool:
-        """Will there be a checkpoint after this step? Decided before the step, for all training ranks; true: its folder is there, `begin` has to follow."""
+        """Will there be a checkpoint after this step? Decided before the step, for all training ranks; true: its folder is there, `begin` has to follow.
+
+        The last step has one too: who then wants more steps goes on from there.
+        """
         every = self.config.checkpoint.every
-        if not every or step % every:
+        if not every or (step % every and step != self.config.train.num_steps):
             return False
         if self.busy:
             self.counts["skipped_busy"] += 1

@@ -154,7 +154,7 @@ def test_a_run_that_is_done_stays_done(tmp_path: Path, capsys: pytest.CaptureFix
         (tmp_path / f"attempt-{attempt}").mkdir()
         (tmp_path / f"attempt-{attempt}" / "exit.json").write_text(json.dumps(report))
         assert is_done(config, resume=True) == (attempt >= 2)  # 3: rows of the log are missing, steps are not
-    assert "has its 10 steps already" in capsys.readouterr().out
+    assert "has 10 steps already" in capsys.readouterr().out
     assert not is_done(config, resume=False)
     assert not is_done(replace(config, train=replace(config.train, num_steps=11)), resume=True)
     (tmp_path / "attempt-4").mkdir()  # died
@@ -193,6 +193,21 @@ def test_what_may_change_on_resume_and_what_may_not(tmp_path: Path) -> None:
         configure(["smoke", "--resume"], "run")
     new, _ = configure(["smoke", "--run-dir", str(tmp_path / "none"), "--resume", "--seed", "7"], "run")
     assert new.seed == 7
+
+
+def test_a_lost_or_broken_configuration_is_not_made_up_on_resume(tmp_path: Path) -> None:
+    """RUN/config.yaml is gone: the copy of the newest attempt; all are gone, or it cannot be read: one line that names the file."""
+    given = ["smoke", "--run-dir", str(tmp_path), "--resume"]
+    for attempt in (1, 2):
+        (tmp_path / f"attempt-{attempt}").mkdir()
+    save_yaml(replace(config_of(tmp_path), seed=5), tmp_path / "attempt-1" / "config.yaml")
+    assert configure(given, "run")[0].seed == 5
+    (tmp_path / "attempt-1" / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"has attempts and no config.yaml"):
+        configure(given, "run")
+    (tmp_path / "config.yaml").write_text("train: [")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/config.yaml: "):
+        configure(given, "run")
 
 
 # -- one job per run directory -----------------------------------------------------------------------------------------

@@ -118,3 +118,12 @@ def test_one_at_a_time_and_not_for_ever(book):
     saves.config = replace(saves.config, checkpoint=replace(saves.config.checkpoint, deadline_s=60.0))
     save(saves, 10)
     assert saves.counts == {"complete": 2, "failed": 1, "skipped_busy": 2} and said[-1][0] == "save_recovered"
+
+
+def test_the_last_step_is_due_whatever_its_number(book):
+    saves, _ = book
+    saves.config = replace(saves.config, train=replace(saves.config.train, num_steps=5))
+    assert not saves.is_due(3)
+    save(saves, 5)
+    saves.config = replace(saves.config, checkpoint=replace(saves.config.checkpoint, every=0))
+    assert not saves.is_due(5)
