@@ -377,7 +377,7 @@ def open_head(
             progress.message(text)
         said.add(kind)
 
-    saves = Saves(config, world, mailbox, attempt_dir.parent, expected_bytes, say)
+    saves = Saves(config, world, mailbox, attempt_dir.parent, expected_bytes, say, lambda row: log.append("checkpoints", row))
     if restart is not None:
         composer.restore(restart.meta, restart.cut)
         recorder.tokens_trained, recorder.accuracy_before = restart.meta["tokens_trained"], restart.meta["accuracy_before"]

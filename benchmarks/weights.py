@@ -203,9 +203,10 @@ def turn(bench: Bench, mailbox: Mailbox, receiver: Any, *, busy: bool) -> float 
 def flat_gloo(bench: Bench) -> Callable[[], None]:
     world = bench.world
     members = [world.training_ranks[0], *world.generation_ranks]
+    connection = bench.fresh()  # on every rank, a member or not: the names are counted
     if world.world_rank not in members:
         return lambda: None
-    group = bench.fresh().spanning_group("flat", members, world.world_rank)
+    group = connection.spanning_group("flat", members, world.world_rank)
     return lambda: group.broadcast([bench.flat], dist.BroadcastOptions()).wait()
 
 
@@ -221,7 +222,8 @@ def gather_and_broadcast(bench: Bench, *, by_tensor: bool) -> Callable[[], None]
     """Rank 0 gathers whole tensors and broadcasts buckets of them, or each by itself; receivers load them while they stand still."""
     world = bench.world
     members = [world.training_ranks[0], *world.generation_ranks]
-    group = bench.fresh().spanning_group("gathered", members, world.world_rank) if world.world_rank in members else None
+    connection = bench.fresh()
+    group = connection.spanning_group("gathered", members, world.world_rank) if world.world_rank in members else None
 
     def tensors() -> list[tuple[str, torch.Tensor]]:
         return [(e.name, torch.empty(e.num_rows, e.row_elements)) for e in bench.manifest.entries]

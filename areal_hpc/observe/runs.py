@@ -27,7 +27,7 @@ STEP_OF = {"steps": "step", "trajectories": "batch", "evaluations": "step", "eva
 """Column by which a table's rows belong to training steps."""
 
 
-SAMPLED = ("timeline", "ranks", "ring", "graders", "events", "clocks")
+SAMPLED = ("timeline", "ranks", "ring", "graders", "checkpoints", "events", "clocks")
 """Tables of states and happenings: `Run.sampled` has one of each per attempt."""
 
 
@@ -130,7 +130,7 @@ def load(run_dir: Path) -> Run:
     return Run(run_dir, starts[-1], starts, **joined, sampled=sampled, attempts=whole, windows=windows)
 
 
-ADDED_TABLES = ("evaluation_sources", "ring", "graders", "clocks")
+ADDED_TABLES = ("evaluation_sources", "ring", "graders", "checkpoints", "clocks")
 """Tables that logs of earlier versions do not have."""
 
 

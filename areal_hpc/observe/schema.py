@@ -34,6 +34,7 @@ PAUSED = ("swap",)
 """Of these, those in which decoding stands still for new weights."""
 LANE_WAYS = ("shared memory", "forwarded")
 OUTCOMES = ("trained", "dropped", "failed", "masked", "filtered")
+SAVE_OUTCOMES = ("complete", "failed", "skipped_busy", "skipped_no_room")
 STATUSES = tuple(status.name.lower() for status in Status)
 CALLS = ("add", "finish", "swap", "abort", "lease")
 """Names of the numbers in /calls."""
@@ -274,6 +275,21 @@ def _small_tables() -> tuple[Table, ...]:
                 c("pause_max_s", "<f8", "s", "decoding stood still for the swap: largest over the generation ranks"),
                 c("resent", "<i4", "1", "buckets that arrived damaged and were sent once more"),
                 c("checksum", "<u8", "1", "checksum that all ranks agreed on"),
+            ),
+        ),
+        Table(
+            "checkpoints",
+            "one row per checkpoint that was due, when it is complete or given up",
+            64,
+            (
+                c("step", "<i4", "1", "training step of the cut"),
+                c("begun_s", "<f8", "s", "the cut, on the run's clock"),
+                c("seconds", "<f8", "s", "from the cut until it was complete or given up; training and generation went on"),
+                c("bytes", "<i8", "byte", "size of all its files; 0 unless complete"),
+                c("waiting_groups", "<i4", "1", "finished groups in it, in lanes and at training ranks"),
+                c("unfinished_groups", "<i4", "1", "groups in it that were being generated"),
+                c("unfinished_tokens", "<i8", "token", "answer tokens of those"),
+                c("outcome", "u1", "1", "what became of it", SAVE_OUTCOMES),
             ),
         ),
         Table(

@@ -2,7 +2,8 @@
 
 The format is Chrome's Trace Event Format, a JSON object with `traceEvents`; times in microseconds, here since the run's first attempt began. A process is a rank. Events:
 
-    X  complete slice   a phase of a rank (/timeline); a step (/steps); a push, from its announcement to the slowest receiver (/pushes)
+    X  complete slice   a phase of a rank (/timeline); a step (/steps); a push, from its announcement to the slowest receiver (/pushes);
+                         a checkpoint, from the cut until it is complete (/checkpoints)
     C  counter          /ranks: sequences decoding, groups waiting, tokens/s decoded; /ring: bytes in use
     i  instant          /events
     M  metadata         names and order of processes and threads
@@ -23,7 +24,7 @@ import numpy as np
 
 from areal_hpc.config import ConfigError
 from areal_hpc.observe.runs import Run, load, roles
-from areal_hpc.observe.schema import PHASES, ROLES
+from areal_hpc.observe.schema import PHASES, ROLES, SAVE_OUTCOMES
 from areal_hpc.observe.telemetry import Attribute
 
 PHASE_COLORS = {  # names of the viewer's palette: good work, waiting, weights
@@ -38,8 +39,8 @@ PHASE_COLORS = {  # names of the viewer's palette: good work, waiting, weights
     "push_wait": "thread_state_runnable",
 }
 JOB, JOB_NAME = 1_000_000, "job"
-"""Process number of what belongs to no rank: steps and pushes."""
-STEPS, PUSHES = 1, 2
+"""Process number of what belongs to no rank: steps, pushes, checkpoints."""
+STEPS, PUSHES, SAVES = 1, 2, 3
 """Threads of the job."""
 PHASE_THREAD = 1
 
@@ -79,7 +80,7 @@ def _names(run: Run) -> Iterator[dict[str, Any]]:
         yield from _process(rank, f"rank {rank} ({of_role[rank]}){host}", order + 1)
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": PHASE_THREAD, "args": {"name": "phases"}}
     yield from _process(JOB, JOB_NAME, 0)
-    for thread, name in ((STEPS, "training steps"), (PUSHES, "weight pushes")):
+    for thread, name in ((STEPS, "training steps"), (PUSHES, "weight pushes"), (SAVES, "checkpoints")):
         yield {"ph": "M", "name": "thread_name", "pid": JOB, "tid": thread, "args": {"name": name}}
 
 
@@ -118,6 +119,10 @@ def _attempt(run: Run, number: int, start: Mapping[str, Attribute], zero_s: floa
             at = 1e6 * (float(row["announced_s"]) - zero_s)
             about = {name: _plain(row[name]) for name in ("bytes", "pack_s", "transfer_s", "confirm_s", "pause_max_s")}
             yield _slice(JOB, PUSHES, f"version {row['version']}", "push", at, at + 1e6 * float(row["transfer_s"]), about)
+    for row in run.sampled["checkpoints"][number]:
+        at = 1e6 * (float(row["begun_s"]) - zero_s)
+        about = {"outcome": SAVE_OUTCOMES[row["outcome"]], **{name: _plain(row[name]) for name in ("bytes", "waiting_groups", "unfinished_groups")}}
+        yield _slice(JOB, SAVES, f"checkpoint of step {row['step']}", "checkpoint", at, at + 1e6 * float(row["seconds"]), about)
     yield from _counters(run, number, zero_s, microseconds)
     for row in run.sampled["events"][number]:
         at = 1e6 * (float(row["time_s"]) - zero_s)

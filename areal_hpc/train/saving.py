@@ -32,6 +32,7 @@ from areal_hpc import checkpoints
 from areal_hpc.checkpoints import SavedFile, folder_of, partial_of
 from areal_hpc.config import Config
 from areal_hpc.groups import NEVER
+from areal_hpc.observe.schema import SAVE_OUTCOMES
 from areal_hpc.topology import World
 from areal_hpc.train.checkpoint import copy_state, write_model_files, write_parameters
 from areal_hpc.train.collect import Collector
@@ -127,6 +128,8 @@ class Saves:
     """What the parameters take; from the first checkpoint on, what that took."""
     say: Callable[[str, str], None]
     """(kind of event, text): into the log, and onto the terminal."""
+    record: Callable[[Mapping[str, Any]], None] = lambda row: None
+    """A row of /checkpoints."""
     counts: Counter[str] = field(default_factory=Counter)
     """complete, failed, skipped_busy, skipped_no_room."""
     newest: int | None = None
@@ -171,7 +174,7 @@ class Saves:
         if not every or (step % every and step != self.config.train.num_steps):
             return False
         if self.busy:
-            self.counts["skipped_busy"] += 1
+            self._count("skipped_busy", step)
             self.say("save_skipped", f"step {step}: no checkpoint, since that of step {self._step} is still being written")
             return False
         return self.prepare(step)
@@ -253,7 +256,7 @@ class Saves:
             if not self._overdue:
                 self._trouble("failed", self._step, str(error.strerror or error))
             return
-        self.counts["complete"] += 1
+        self._count("complete", self._step)
         self.newest = self._step
         self.say("save", f"checkpoint of step {self._step}: {text}; {time.monotonic() - self._began_at:.2f} s")
         if self._in_trouble:
@@ -261,9 +264,22 @@ class Saves:
             lost = self.counts["failed"] + self.counts["skipped_no_room"]
             self.say("save_recovered", f"checkpoints are written again, at step {self._step}; {lost} could not be written so far")
 
+    def _count(self, outcome: str, step: int) -> None:
+        """What became of the checkpoint of `step`: that under way, or one that was not begun."""
+        self.counts[outcome] += 1
+        now = time.monotonic()
+        begun = self._began_at if step == self._step else now
+        complete = outcome == "complete"
+        row: dict[str, Any] = {"step": step, "begun_s": begun, "seconds": now - begun, "outcome": SAVE_OUTCOMES.index(outcome)}
+        row |= {"bytes": self.expected_bytes if complete else 0}
+        found = self._reports.values() if complete else ()
+        for column, name in (("waiting_groups", "num_finished"), ("unfinished_groups", "num_unfinished"), ("unfinished_tokens", "num_tokens")):
+            row[column] = sum(getattr(saved, name) for saved in found)
+        self.record(row)
+
     def _trouble(self, count: str, step: int, why: str) -> None:
         """A checkpoint could not be written: counted, and said once until one can be written again."""
-        self.counts[count] += 1
+        self._count(count, step)
         if not self._in_trouble:
             self._in_trouble = True
             kept = "there is no older one" if self.newest is None else f"that of step {self.newest} stays"

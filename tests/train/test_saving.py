@@ -1,6 +1,7 @@
 """Training rank 0's book of checkpoints: what it makes of the ranks' reports, of disks that refuse, of ranks that do not answer."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from areal_hpc import checkpoints
 from areal_hpc.checkpoints import folder_of, partial_of
 from areal_hpc.config import Checkpoint, Config
+from areal_hpc.observe.schema import SAVE_OUTCOMES
+from areal_hpc.observe.telemetry import MemoryLog
 from areal_hpc.topology import World
 from areal_hpc.train.saving import Saves
 from areal_hpc.transport.cut import RankState, Saved, write_state
@@ -30,11 +33,20 @@ class Outbox:
 def book(tmp_path):
     """Of a run with generation ranks 0 and 1 and training rank 2; every second step is due."""
     world = World(2, "training", 0, 2, (0, 1), (2,), (0, 0, 0), ("here",), 0.0, None, None, None, None, None)
-    said = []
+    said, log = [], MemoryLog.create()
     saves = Saves(
-        Config(checkpoint=Checkpoint(every=2, keep=1, deadline_s=60.0)), world, Outbox(), tmp_path, 1000, lambda kind, text: said.append((kind, text))
+        Config(checkpoint=Checkpoint(every=2, keep=1, deadline_s=60.0)),
+        world,
+        Outbox(),
+        tmp_path,
+        1000,
+        lambda kind, text: said.append((kind, text)),
+        lambda row: log.append("checkpoints", row),
     )
-    return saves, said
+    yield saves, said
+    rows = log.rows("checkpoints")
+    assert Counter(SAVE_OUTCOMES[row["outcome"]] for row in rows) == saves.counts
+    assert all((row["bytes"] > 0) == (row["outcome"] == 0) and row["seconds"] >= 0 for row in rows)
 
 
 def share(saves, step, rank):
