@@ -239,7 +239,7 @@ def lane_shm_bytes(config: Config, world: World) -> dict[str, int]:
     pages = -(-config.transport.lane_bytes // PAGE_BYTES) + 1  # and a page for the header
     lane_bytes = pages * PAGE_BYTES
     needs = dict.fromkeys(world.hosts, MPI_SHM_BYTES)
-    for lane, source in enumerate(world.generation_ranks):
+    for lane, source in enumerate(() if world.is_colocated else world.generation_ranks):
         ends = [world.node_of_rank[source], world.node_of_rank[world.training_ranks[lane_owner(lane, world.num_training)]]]
         if ends[0] == ends[1] and config.transport.lanes != "forwarded":
             ends.pop()
@@ -370,7 +370,10 @@ def check_start(config: Config, world: World, attempt_dir: Path, cache: Path, en
     if config.model_source:
         shape = hf.load_config(model_folder(Path(config.model_source)))
         size, roles = num_parameters(shape), dict.fromkeys(world.generation_ranks, "generation") | dict.fromkeys(world.training_ranks, "training")
-        memory = judge_memory(memory_ledger(size, config, world.num_training, kv_bytes_per_token(shape, config)), facts, roles)
+        ledger = memory_ledger(size, config, world.num_training, kv_bytes_per_token(shape, config))
+        if world.is_colocated:  # one rank holds both
+            ledger = {"training": {f"{name} (generating)": size for name, size in ledger["generation"].items()} | ledger["training"]}
+        memory = judge_memory(ledger, facts, roles)
         written = {"run folder": num_checkpoints(config) * 12 * size + 4 * size}  # float32 parameters and two moments each; and the model
     findings = judge(facts, config, lane_shm_bytes(config, world), end, written=written) + memory
     if world.is_first_trainer:

@@ -44,6 +44,9 @@ class Topology:
     """MPI ranks that the local launcher starts (under srun or mpiexec their number wins)."""
     generation_fraction: float = 0.75
     """Share of the ranks that generate; the rest trains. Both roles get at least one rank."""
+    mode: Literal["split", "colocated"] = "split"
+    """split: some ranks generate while the others train. colocated: all generate a batch, then all train on it, in turn; the synchronous baseline (eta 0, embedded
+    engine), without checkpoints and tape."""
     threads_per_rank: int = 1
     """CPU threads of each rank (OMP_NUM_THREADS); ranks that share cores want 1."""
 
@@ -126,6 +129,11 @@ class Generation:
     """Sequences decoded together on one rank (slots of the KV cache)."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of running sequences when weights change: recomputed (the paper) or kept."""
+    imposed_mean: float = 0.0
+    """Benchmarks only: every answer gets a length by lot, the same for a ticket and sample in every mode, log-normal with this mean, cut at max_new_tokens; it goes on
+    to it whatever is sampled. 0: answers end when the model ends them."""
+    imposed_sigma: float = 0.85
+    """Standard deviation of the logarithm of imposed lengths; 0: all alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -457,6 +465,10 @@ def check(config: Config) -> None:
         staleness.mode == "count" or staleness.max_staleness != "inf",
         f"staleness.mode={staleness.mode} bounds the age by max_staleness, which is inf; use mode count or a finite max_staleness",
     )
+    _require(
+        config.topology.mode == "split" or staleness.eta == 0,
+        f"topology.mode=colocated generates and trains in turn, so staleness.max_staleness={staleness.max_staleness} cannot be used; use --staleness.max-staleness 0",
+    )
     senseless = objectives.mistake(config)
     _require(senseless is None, str(senseless))
     for task in data.tasks:
@@ -552,6 +564,8 @@ def _check_positive(section: str, part: object) -> None:
         "logprob_alarm",
         "flat_alarm",
         "stop_before_s",
+        "imposed_mean",
+        "imposed_sigma",
     }
     any_sign = {"right", "wrong", "seed", "warmstart_seed", "max_staleness"}
     for item in dataclasses.fields(part):  # type: ignore[arg-type]
@@ -573,6 +587,8 @@ def num_training_ranks(num_ranks: int, generation_fraction: float) -> int:
 def check_layout(config: Config, num_ranks: int) -> None:
     """Rules that depend on the number of ranks; called by the launcher, and again by each rank with the real number."""
     num_training = num_training_ranks(num_ranks, config.topology.generation_fraction)
+    if config.topology.mode == "colocated":
+        num_training = num_ranks
     replicas = config.train.replicas
     _require(
         num_training % replicas == 0,

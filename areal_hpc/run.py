@@ -17,6 +17,8 @@ import torch
 
 from areal_hpc import cluster, fence, groups, guard, topology
 from areal_hpc.checks import cache_dir, check_start
+from areal_hpc.colocated import ColocatedRank, colocated_loop
+from areal_hpc.colocated import end as end_colocated
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.config_io import as_yaml
 from areal_hpc.data.datasets import Problems, load_problems
@@ -54,7 +56,7 @@ from areal_hpc.train.trainer import Trainer
 from areal_hpc.transport import random_state
 from areal_hpc.transport.cut import Restart
 from areal_hpc.transport.evaluation import source_of
-from areal_hpc.transport.lanes import open_incoming, open_outgoing
+from areal_hpc.transport.lanes import no_lanes, open_incoming, open_outgoing
 from areal_hpc.transport.messages import Mailbox
 from areal_hpc.transport.paths import open_paths
 from areal_hpc.transport.tape import Replay
@@ -94,7 +96,10 @@ def run_rank(config: Config, attempt: Attempt, ownership: Ownership | None = Non
         if restart is not None:
             restart.check_data(problems.fingerprint)
         status, summary = guard.DONE, dict[str, Any]()
-        if world.role == "generation":
+        if world.is_colocated:
+            rewards.configure(config.data, config.reward, environment=config.environment)
+            status, summary = generate_and_train(config, world, connection, problems, model_dir, rewards, attempt, phases, stop, walltime)
+        elif world.role == "generation":
             rewards.configure(config.data, config.reward, environment=config.environment)
             generate(config, world, connection, problems, model_dir, rewards, phases, stop, attempt, restart, replay)
         else:
@@ -314,6 +319,62 @@ def train(
     return status, {"steps": steps, **summary}
 
 
+def generate_and_train(
+    config: Config,
+    world: World,
+    connection: groups.Connection,
+    problems: Problems,
+    model_dir: Path,
+    rewards: RewardService,
+    attempt: Attempt,
+    phases: Phases,
+    stop: StopFlag,
+    walltime: Walltime,
+) -> tuple[int, dict]:
+    """A rank that does both in turn. Returns the exit status and, on rank 0, the summary for exit.json."""
+    decoder_config, tokenizer = hf.load_config(model_dir), Tokenizer.from_folder(model_dir)
+    mesh = groups.training_mesh(world, connection.device)
+    trainer = Trainer(decoder_config, config.train, temperature=config.generation.temperature, device=connection.device, mesh=mesh, dtype=wire_dtype(config))
+    trainer.load(open_weights_of(model_dir))
+    recorder = None
+    if world.is_first_trainer:
+        recorder = open_recorder(config, world, attempt, phases, problems, walltime)
+        recorder.progress.message("colocated: generation and training in turn; no checkpoints, no tape, and of saved answers those of rank 0 only")
+    rank = ColocatedRank(
+        config=config,
+        world=world,
+        engine=create_engine(config, decoder_config, tokenizer.stop_token_ids, connection.device),
+        trainer=trainer,
+        collector=Collector(world.role_rank, no_lanes(config, world), max_held=UNBOUNDED_HELD),
+        composer=Composer(config, world.num_training, attention_crossover_tokens(decoder_config)),
+        rewards=rewards,
+        problems=problems,
+        tokenizer=tokenizer,
+        phases=phases,
+        stop=stop,
+        walltime=walltime,
+        recorder=recorder,
+    )
+    steps, reason = colocated_loop(rank)
+    if not reason:
+        with phases("save"):
+            save_model(attempt.folder.parent / "model", trainer, decoder_config, hf.tokenizer_files(model_dir))
+    summary = end_colocated(rank, finished=not reason)
+    phases.enter("stop")
+    status = guard.FAILED if reason else guard.DONE
+    if recorder is not None:
+        if reason:
+            text = f"stopped on request ({reason}) after step {steps}; a colocated run writes no checkpoints"
+            recorder.log.event(world.world_rank, "stopped", text)
+            recorder.progress.message(text)
+        recorder.log.close()
+        recorder.progress.finish()
+        summary["log"] = recorder.log.state()
+        if not reason and recorder.log.num_missing:
+            status = guard.LOG_INCOMPLETE
+    return status, {"steps": steps, **summary}
+
+
 def resumed_work(config: Config, world: World, restart: Restart) -> dict[str, Any]:
     """Fields of a RolloutWorker that goes on from a checkpoint: what may not be granted again, and this rank's share of what was on its way."""
     restore_random_state(restart, world)
@@ -327,27 +388,16 @@ def restore_random_state(restart: Restart, world: World) -> None:
         random_state.restore(saved)
 
 
-def open_head(
-    config: Config,
-    world: World,
-    mailbox: Mailbox,
-    publisher: Publisher,
-    composer: Composer,
-    attempt: Attempt,
-    phases: Phases,
-    problems: Problems,
-    stop: StopFlag,
-    walltime: Walltime,
-    restart: Restart | None,
-    expected_bytes: int,
-) -> Head:
-    """The log, the progress display and the book of checkpoints of training rank 0. `expected_bytes`: of the parameters and their moments."""
+def open_recorder(
+    config: Config, world: World, attempt: Attempt, phases: Phases, problems: Problems, walltime: Walltime, resumed_from_step: int = -1
+) -> Recorder:
+    """The log and the progress display of training rank 0."""
     attempt_dir = attempt.folder
     attributes = {
         "config": as_yaml(config),
         "fingerprint": problems.fingerprint,
         "attempt": attempt.number,
-        "resumed_from_step": -1 if restart is None else restart.meta["step"],
+        "resumed_from_step": resumed_from_step,
         **problems.report.attributes(),
         "num_generation_ranks": world.num_generation,
         "num_training_ranks": world.num_training,
@@ -367,6 +417,27 @@ def open_head(
     for line in problems.report.lines():
         progress.message(line)
     progress.message(f"{len(problems.train)} training and {len(problems.heldout)} held-out problems")
+    return recorder
+
+
+def open_head(
+    config: Config,
+    world: World,
+    mailbox: Mailbox,
+    publisher: Publisher,
+    composer: Composer,
+    attempt: Attempt,
+    phases: Phases,
+    problems: Problems,
+    stop: StopFlag,
+    walltime: Walltime,
+    restart: Restart | None,
+    expected_bytes: int,
+) -> Head:
+    """What training rank 0 has besides: the log, the book of checkpoints. `expected_bytes`: of the parameters and their moments."""
+    attempt_dir = attempt.folder
+    recorder = open_recorder(config, world, attempt, phases, problems, walltime, -1 if restart is None else restart.meta["step"])
+    log, progress = recorder.log, recorder.progress
     sources = [source_of(problem) for problem in problems.heldout]
 
     said = set[str]()

@@ -68,7 +68,7 @@ class World:
 
     @property
     def size(self) -> int:
-        return len(self.generation_ranks) + len(self.training_ranks)
+        return len(self.node_of_rank)
 
     @property
     def num_generation(self) -> int:
@@ -79,6 +79,11 @@ class World:
     def num_training(self) -> int:
         """T."""
         return len(self.training_ranks)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Every rank generates and trains, in turn. Its role is then training."""
+        return self.generation_ranks == self.training_ranks
 
     @property
     def num_nodes(self) -> int:
@@ -117,6 +122,8 @@ class World:
 
     def name_of(self, world_rank: int) -> str:
         """Without the host: `rank 3 (generation 2)`."""
+        if self.is_colocated:
+            return f"rank {world_rank} (colocated)"
         if world_rank in self.generation_ranks:
             return f"rank {world_rank} (generation {self.generation_ranks.index(world_rank)})"
         return f"rank {world_rank} (training {self.training_ranks.index(world_rank)})"
@@ -139,7 +146,8 @@ def join(config: Config, *, training_only: bool = False) -> World:
     leader: int = node_comm.bcast(comm.rank)  # a node is named by its lowest world rank
     places: list[tuple[int, str]] = comm.allgather((leader, socket.gethostname()))
     node_of_rank, hosts = number_nodes(places)
-    roles: list[Role] = ["training"] * comm.size if training_only else assign_roles(node_of_rank, config.topology.generation_fraction)
+    colocated = config.topology.mode == "colocated"
+    roles: list[Role] = ["training"] * comm.size if training_only or colocated else assign_roles(node_of_rank, config.topology.generation_fraction)
     role = roles[comm.rank]
     role_comm = comm.Split(0 if role == "generation" else 1, comm.rank)
     forward = comm.Dup()
@@ -149,7 +157,7 @@ def join(config: Config, *, training_only: bool = False) -> World:
         role=role,
         role_rank=role_comm.rank,
         local_rank=node_comm.rank,
-        generation_ranks=tuple(r for r, x in enumerate(roles) if x == "generation"),
+        generation_ranks=tuple(r for r, x in enumerate(roles) if x == "generation" or (colocated and not training_only)),
         training_ranks=tuple(r for r, x in enumerate(roles) if x == "training"),
         node_of_rank=node_of_rank,
         hosts=hosts,

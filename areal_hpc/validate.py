@@ -70,6 +70,8 @@ def check_machine(config: Config) -> None:
 
 def check_shm(config: Config) -> None:
     """Room for the lanes of the recipe's ranks, all on this machine. In a job step each rank counts those that really run on its node (checks.py)."""
+    if config.topology.mode == "colocated":
+        return  # no lanes
     num_ranks = config.topology.num_ranks
     num_lanes = num_ranks - num_training_ranks(num_ranks, config.topology.generation_fraction)
     shared = os.statvfs("/dev/shm")

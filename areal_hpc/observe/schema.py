@@ -24,11 +24,12 @@ SCHEMA_VERSION = 1
 
 ROLES = ("generation", "training")
 GENERATION_PHASES = ("start", "decode", "gated", "swap", "ring_full", "evaluate", "idle", "stop")
-TRAINING_PHASES = ("start", "wait_data", "collect", "prox", "train", "pack", "push_wait", "evaluate", "save", "log", "stop")
+TRAINING_PHASES = ("start", "wait_data", "collect", "prox", "train", "pack", "push_wait", "evaluate", "save", "log", "stop", "decode", "swap")
+"""The last two of colocated ranks only."""
 PHASES = GENERATION_PHASES + tuple(name for name in TRAINING_PHASES if name not in GENERATION_PHASES)
 """Names of the numbers in /timeline; a later version only appends."""
 PHASES_OF_ROLE = {"generation": GENERATION_PHASES, "training": TRAINING_PHASES}
-BUSY = {"generation": ("decode", "swap", "evaluate"), "training": ("collect", "prox", "train", "pack")}
+BUSY = {"generation": ("decode", "swap", "evaluate"), "training": ("collect", "prox", "train", "pack", "decode", "swap")}
 """Phases in which a rank of the role works; in the others it waits, starts, saves or stops."""
 PAUSED = ("swap",)
 """Of these, those in which decoding stands still for new weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -19,13 +20,23 @@ from areal_hpc.transport.trajectory import GRADED, Group, Status, Trajectory
 def training_request(config: Config, ticket: int, sample: int, prompt_P: np.ndarray) -> Request:
     """One sample of a ticket for the engine."""
     generation = config.generation
+    imposed = generation.imposed_mean > 0
     return Request(
         request_id=ticket * config.train.group_size + sample,
         prompt_tokens=prompt_P,
         stream=stream_key(config.seed, ticket, sample),
-        max_new_tokens=generation.max_new_tokens,
+        max_new_tokens=imposed_length(config, ticket, sample) if imposed else generation.max_new_tokens,
+        is_imposed=imposed,
         temperature=generation.temperature,
     )
+
+
+def imposed_length(config: Config, ticket: int, sample: int) -> int:
+    """Tokens of an answer under `generation.imposed_mean`: log-normal, its mean before the cut at max_new_tokens the one asked for."""
+    generation = config.generation
+    normal = np.random.Generator(np.random.PCG64((config.seed % 2**64, ticket, sample))).standard_normal()
+    length = generation.imposed_mean * math.exp(generation.imposed_sigma * normal - generation.imposed_sigma**2 / 2)
+    return min(max(1, round(length)), generation.max_new_tokens)
 
 
 @dataclass(slots=True)

@@ -105,14 +105,14 @@ class Collector:
             arrivals.append(Arrival(ticket, generation_rank, self.role_rank, int(table["version_min"].min()), prompt_tokens, table))
         return arrivals
 
-    def put_back(self, groups: Sequence[Group]) -> None:
-        """Groups that waited at the cut of the checkpoint from which the run goes on: they arrive again with the next `drain`."""
+    def put_back(self, groups: Sequence[Group], generation_rank: int = EARLIER) -> None:
+        """Groups that came by no lane, as those that waited at the cut of the checkpoint from which the run goes on: they arrive with the next `drain`."""
         for group in groups:
             record = np.zeros(group_bytes(group), np.uint8)
             write_group(group, record)
             ticket, prompt_tokens, table = read_table(record)
             self.held[ticket] = group
-            self._put_back.append(Arrival(ticket, EARLIER, self.role_rank, group.start_version, prompt_tokens, table))
+            self._put_back.append(Arrival(ticket, generation_rank, self.role_rank, group.start_version, prompt_tokens, table))
 
     def begin_cut(self, marker: int) -> None:
         """The cut of a checkpoint, between two batches: what is held now belongs to it, and what comes before the marker of each lane."""

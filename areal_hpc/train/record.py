@@ -254,7 +254,7 @@ class Recorder:
         self.log.append("timeline", body["phases"])
         row = {name: body[name] for name in RANK_STATE}
         self.lanes(body.get("ring", []))
-        role = 0 if message.source in self.world.generation_ranks else 1
+        role = 1 if message.source in self.world.training_ranks else 0
         when = {"rank": message.source, "time_s": time.monotonic()}
         self.log.append("ranks", row | when | {"role": role})
         if "grading" in body:

@@ -141,6 +141,11 @@ def open_incoming(config: Config, world: World, attempt: int = 1) -> Incoming:
     return Incoming(consumers, ForwardReceiver(world.forward, world.name(), remote, config.transport.silence_deadline_s), names)
 
 
+def no_lanes(config: Config, world: World) -> Incoming:
+    """The end of a rank that trains what it has generated itself."""
+    return Incoming({}, ForwardReceiver(world.forward, world.name(), [], config.transport.silence_deadline_s), {})
+
+
 def _agree_on_name(config: Config, world: World) -> str:
     """What the names of this run's lanes begin with, once every node is rid of what killed runs left there. Collective."""
     if world.local_rank == 0:  # the local launcher has done it before it looked for room; under srun nobody has

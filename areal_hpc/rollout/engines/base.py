@@ -36,6 +36,8 @@ class Request:
     """Key of this sample's random numbers (see `sampling.stream_key`): the uniform of token t depends on (stream, t) alone."""
     max_new_tokens: int
     """Answers that reach it end with finish = "length"; begun tokens count."""
+    is_imposed: bool = False
+    """The answer gets max_new_tokens tokens, whatever is sampled, and then ends with finish = "stop" (benchmarks)."""
     begun: Begun | None = None
     """The answer's first tokens, from an earlier attempt or an earlier turn: it goes on behind them, with the random numbers of its position, and comes back whole."""
     temperature: float = 1.0

@@ -47,6 +47,7 @@ class _SlotTable:
         self.prompt_length_S = np.zeros(num_slots, np.int64)
         self.length_S = np.zeros(num_slots, np.int64)
         self.max_length_S = np.zeros(num_slots, np.int64)
+        self.is_imposed_S = np.zeros(num_slots, bool)
         self.tokens_ST = np.zeros((num_slots, max_context_tokens), np.int64)
         self.logprobs_ST = np.zeros((num_slots, max_context_tokens), np.float32)
         self.versions_ST = np.zeros((num_slots, max_context_tokens), np.int32)
@@ -55,6 +56,7 @@ class _SlotTable:
         self.request_id_S[slot], self.stream_S[slot], self.temperature_S[slot] = request.request_id, request.stream, request.temperature
         self.prompt_length_S[slot] = self.length_S[slot] = len(prompt_P)
         self.max_length_S[slot] = len(prompt_P) + request.max_new_tokens
+        self.is_imposed_S[slot] = request.is_imposed
         self.tokens_ST[slot, : len(prompt_P)] = prompt_P
         if request.begun is not None:
             begun = slice(len(prompt_P), len(prompt_P) + len(request.begun.tokens_R))
@@ -76,7 +78,7 @@ class _SlotTable:
         length = self.length_S[source]
         for table_ST in (self.tokens_ST, self.logprobs_ST, self.versions_ST):
             table_ST[target, :length] = table_ST[source, :length]
-        for column_S in (self.request_id_S, self.stream_S, self.temperature_S, self.prompt_length_S, self.length_S, self.max_length_S):
+        for column_S in (self.request_id_S, self.stream_S, self.temperature_S, self.prompt_length_S, self.length_S, self.max_length_S, self.is_imposed_S):
             column_S[target] = column_S[source]
 
 
@@ -278,8 +280,9 @@ class EmbeddedEngine:
     def _take_finished(self) -> list[Completion]:
         table, num = self._table, self._num_running
         newest_n = table.tokens_ST[self._rows_S[:num], table.length_S[:num] - 1]
-        stopped_n = self._is_stop_V[newest_n]
-        finished = np.flatnonzero(stopped_n | (table.length_S[:num] == table.max_length_S[:num]))
+        full_n = table.length_S[:num] == table.max_length_S[:num]
+        stopped_n = np.where(table.is_imposed_S[:num], full_n, self._is_stop_V[newest_n])
+        finished = np.flatnonzero(stopped_n | full_n)
         completions = [self._completion(slot, "stop" if stopped_n[slot] else "length") for slot in finished]
         self._release(finished)
         return completions
