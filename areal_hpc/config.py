@@ -129,6 +129,9 @@ class Generation:
     """Sequences decoded together on one rank (slots of the KV cache)."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of running sequences when weights change: recomputed (the paper) or kept."""
+    on_update: Literal["interrupt", "drain"] = "interrupt"
+    """interrupt: new weights are taken between two tokens (the paper). drain: no answer begins until those that run have ended, then they are taken: what
+    interruption is compared with, and an answer has one version."""
     imposed_mean: float = 0.0
     """Benchmarks only: every answer gets a length by lot, the same for a ticket and sample in every mode, log-normal with this mean, cut at max_new_tokens; it goes on
     to it whatever is sampled. 0: answers end when the model ends them."""
@@ -464,6 +467,10 @@ def check(config: Config) -> None:
     _require(
         staleness.mode == "count" or staleness.max_staleness != "inf",
         f"staleness.mode={staleness.mode} bounds the age by max_staleness, which is inf; use mode count or a finite max_staleness",
+    )
+    _require(
+        config.generation.on_update == "interrupt" or config.transport.staging != "off",
+        "generation.on_update=drain needs the weights in use until answers have ended, but transport.staging=off overwrites them; use --transport.staging on",
     )
     _require(
         config.topology.mode == "split" or staleness.eta == 0,

@@ -106,7 +106,8 @@ def open_receiver(config: Config, world: World, engine: Engine, manifest: Manife
     assert paths.network is not None
     budget_bytes = kv_budget_bytes(engine, device, world.node_comm.size)
     spare_bytes = engine.weights.image.numel()
-    staged = is_staged(config.transport.staging, spare_bytes, budget_bytes)
+    wanted = "on" if config.generation.on_update == "drain" else config.transport.staging  # those in use are needed until running answers have ended
+    staged = is_staged(wanted, spare_bytes, budget_bytes)
     receiver = NetworkReceiver(manifest, paths.network, EmbeddedSink(engine, is_staged=staged), device)
     if speaks:
         share = f"{spare_bytes / budget_bytes:.1%} of the {mib(budget_bytes)} that the KV cache could have"

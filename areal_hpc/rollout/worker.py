@@ -35,7 +35,7 @@ from areal_hpc.transport.lanes import Outgoing
 from areal_hpc.transport.messages import Mailbox, Message, Tag
 from areal_hpc.transport.samples import is_saved, pieces
 from areal_hpc.transport.trajectory import GRADED, Group, Status, group_bytes, write_group
-from areal_hpc.transport.weights import Receiver
+from areal_hpc.transport.weights import Announcement, Receiver
 
 IDLE_S = 0.0005
 """Sleep when there is nothing to do: ranks may share cores."""
@@ -86,6 +86,7 @@ class RolloutWorker:
     _graded: Counter[Status] = field(default_factory=Counter)
     _reported_at: float = 0.0
     _told_signal: bool = False
+    _is_draining: bool = False
 
     def __post_init__(self) -> None:
         self.leases = Leases(self.world.role_rank, self.world.num_generation, static=self.config.staleness.eta == 0, known=self.known)
@@ -156,6 +157,8 @@ class RolloutWorker:
         staged = self.receiver.staged
         if staged is None or staged.version <= self.engine.policy_version or self.evaluation is not None or not self.tape.swap_due(staged.version):
             return
+        if self._must_drain(staged):
+            return
         with self.phases("swap"):
             if staged.final:
                 self._abandon_training()
@@ -166,6 +169,12 @@ class RolloutWorker:
         self._take_up_resumed()
         if staged.evaluate:
             self._begin_evaluation(staged.version)
+
+    def _must_drain(self, staged: Announcement) -> bool:
+        """New weights wait for the answers that run to end, and no other begins until then, also if the next version begins to arrive meanwhile."""
+        running = self.engine.num_running + self.engine.num_waiting + self.turns.num_away
+        self._is_draining = self.config.generation.on_update == "drain" and running > 0 and not staged.final
+        return self._is_draining
 
     def _take_up_resumed(self) -> None:
         """The first weights are here: go on with what was on its way when the run was cut."""
@@ -212,7 +221,7 @@ class RolloutWorker:
 
     def admit(self) -> None:
         """Hand leased tickets to the engine while it has a free slot and the outbox is not jammed."""
-        while not self.final and not self.turns.must_wait and self._num_free_groups and not self._jammed:
+        while not self.final and not self.turns.must_wait and self._num_free_groups and not self._jammed and not self._is_draining:
             ticket = self.leases.take(self.engine.policy_version)
             if ticket is None:
                 return

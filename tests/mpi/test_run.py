@@ -210,3 +210,18 @@ def test_open_mpi(base: Config, tmp_path: Path) -> None:
     job = jobs.run(jobs.with_ranks(base, 3), tmp_path / "run", python=str(python))
     assert "openmpi" in job.stdout
     assert job.exit["groups"]["trained"] == 3 * base.groups_per_batch
+
+
+@pytest.mark.slow
+def test_drained_answers_have_one_version(base: Config, tmp_path: Path) -> None:
+    """`generation.on_update = drain`: no answer meets two versions, though versions change while others could run; interrupted ones do."""
+    generation = replace(base.generation, imposed_mean=8.0)
+    config = replace(jobs.with_ranks(base, 2), generation=generation, staleness=Staleness(max_staleness=2), train=replace(base.train, num_steps=8))
+    spread = {}
+    for name in ("interrupt", "drain"):
+        job = jobs.run(replace(config, generation=replace(generation, on_update=name)), tmp_path / name)
+        rows = job.table("trajectories")
+        spread[name] = int((rows["version_max"] - rows["version_min"]).max())
+        assert job.exit["groups"]["trained"] == 8 * config.groups_per_batch
+        assert rows["version_min"].max() > 0, "later answers come from later versions"
+    assert spread["drain"] == 0 < spread["interrupt"]
