@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Every table again, one script after the other, alone on the machine: about two hours on 2 cores. A script that fails is named at the end; the others run.
+# Every table again, one script after the other, alone on the machine: about two and a half hours on 2 cores. A script that fails is named at the end; the others run.
 #
 #   benchmarks/run_all.sh                     all
 #   benchmarks/run_all.sh speedup interrupt   some
-#   QUICK=1 benchmarks/run_all.sh speedup interrupt scaling     what has --quick, in minutes, into build/results: does it run?
+#   QUICK=1 benchmarks/run_all.sh speedup paced interrupt scaling     what has --quick, in minutes, into build/results: does it run?
 #
 # Results go to benchmarks/results/NAME.json; benchmarks/tables.py renders them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python results=benchmarks/results quick=()
 if [[ -n ${QUICK:-} ]]; then results=build/results quick=(--quick); fi
-[[ $# -gt 0 ]] || set -- speedup interrupt staleness scaling quality simulated
+[[ $# -gt 0 ]] || set -- speedup paced interrupt staleness scaling quality simulated
 mkdir -p "$results"
 export OMP_NUM_THREADS=1
 failed=()

@@ -74,6 +74,25 @@ def test_imposed_lengths_have_the_mean_and_tail_asked_for() -> None:
     assert [imposed_length(other, ticket, 0) for ticket in range(50)] == lengths[:50].tolist()
 
 
+def test_paced_clock_hides_the_hosts_work_and_only_that() -> None:
+    """Back-to-back steps take what the device takes, though the host works between them; after a longer pause nothing is credited."""
+    import time
+
+    from paced import SPEED, Clock
+
+    clock, step_s = Clock(), 0.02
+    clock.work(0.0)
+    began = time.monotonic()
+    for _ in range(5):
+        time.sleep(step_s / 4)
+        clock.work(SPEED * step_s, overlapped=True)
+    assert 5 * step_s <= time.monotonic() - began < 6 * step_s
+    time.sleep(2 * step_s)
+    began = time.monotonic()
+    clock.work(SPEED * step_s, overlapped=True)
+    assert time.monotonic() - began >= step_s
+
+
 def test_staleness_table_speaks_of_means_and_of_eta_zero() -> None:
     from staleness import table, variants
 
@@ -107,6 +126,11 @@ def test_tables_are_rendered_from_what_the_scripts_write(tmp_path: Path) -> None
 
     made: dict[str, Any] = {
         "speedup": {"settings": {"long tail": judge(LONG_TAIL, rounds) | {"bare_tokens_per_s": 20.0}}},
+        "paced": {
+            "ranks": 16,
+            "simulated": {"split, eta 0": 4.0, "colocated": 2.0},
+            "variants": {"split, eta 0": variants["eta 4"], "eta 8": variants["eta 4"]},
+        },
         "interrupt": {"paper": {"1.5B": 0.12}, "settings": {"long tail": variants}},
         "staleness": {"paper": PAPER, "table": [{"eta": "4", "mode": "count", "objective": "ppo", **accuracy}]},
         "scaling": {"ranks": {"1 + 1": variants}},
@@ -124,7 +148,7 @@ def test_tables_are_rendered_from_what_the_scripts_write(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["speedup", "interrupt", "scaling"])
+@pytest.mark.parametrize("name", ["speedup", "paced", "interrupt", "scaling"])
 def test_script_runs_short(name: str) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPTS / f"{name}.py", "--quick"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500
