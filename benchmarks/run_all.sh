@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python results=benchmarks/results quick=()
 if [[ -n ${QUICK:-} ]]; then results=build/results quick=(--quick); fi
-[[ $# -gt 0 ]] || set -- speedup paced interrupt staleness scaling quality simulated
+[[ $# -gt 0 ]] || set -- speedup paced interrupt staleness scaling quality simulated limits
 mkdir -p "$results"
 export OMP_NUM_THREADS=1
 failed=()

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,23 +75,30 @@ def test_imposed_lengths_have_the_mean_and_tail_asked_for() -> None:
     assert [imposed_length(other, ticket, 0) for ticket in range(50)] == lengths[:50].tolist()
 
 
-def test_paced_clock_hides_the_hosts_work_and_only_that() -> None:
+def test_paced_clock_hides_the_hosts_work_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-to-back steps take what the device takes, though the host works between them; after a longer pause nothing is credited."""
-    import time
+    import paced
 
-    from paced import SPEED, Clock
+    now = 100.0
 
-    clock, step_s = Clock(), 0.02
-    clock.work(0.0)
-    began = time.monotonic()
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(paced, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    clock, step_s = paced.Clock(), 0.25
     for _ in range(5):
-        time.sleep(step_s / 4)
-        clock.work(SPEED * step_s, overlapped=True)
-    assert 5 * step_s <= time.monotonic() - began < 6 * step_s
-    time.sleep(2 * step_s)
-    began = time.monotonic()
-    clock.work(SPEED * step_s, overlapped=True)
-    assert time.monotonic() - began >= step_s
+        clock.work(paced.SPEED * step_s, overlapped=True)
+        sleep(step_s / 2)
+    assert now == 100.0 + 5 * step_s + step_s / 2
+    clock.work(paced.SPEED * step_s, overlapped=True)
+    assert now == 100.0 + 6 * step_s
+    sleep(2 * step_s)
+    clock.work(paced.SPEED * step_s, overlapped=True)
+    assert now == 100.0 + 9 * step_s
+    sleep(step_s / 2)
+    clock.work(paced.SPEED * step_s)
+    assert now == 100.0 + 10.5 * step_s, "a prefill overlaps with nothing"
 
 
 def test_staleness_table_speaks_of_means_and_of_eta_zero() -> None:
