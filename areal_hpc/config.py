@@ -131,7 +131,7 @@ class Generation:
     """What happens to the KV cache of running sequences when weights change: recomputed (the paper) or kept."""
     on_update: Literal["interrupt", "drain"] = "interrupt"
     """interrupt: new weights are taken between two tokens (the paper). drain: no answer begins until those that run have ended, then they are taken: what
-    interruption is compared with, and an answer has one version."""
+    interruption is compared with, and an answer has one version. The longest must end within transport.push_deadline_s: the push after next waits for it."""
     imposed_mean: float = 0.0
     """Benchmarks only: every answer gets a length by lot, the same for a ticket and sample in every mode, log-normal with this mean, cut at max_new_tokens; it goes on
     to it whatever is sampled. 0: answers end when the model ends them."""

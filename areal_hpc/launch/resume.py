@@ -29,6 +29,8 @@ FIXED = (
     "generation.engine",
     "generation.temperature",
     "generation.max_new_tokens",
+    "generation.imposed_mean",
+    "generation.imposed_sigma",
     "staleness",
     "train.batch_size",
     "train.group_size",

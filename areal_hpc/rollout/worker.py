@@ -253,7 +253,7 @@ class RolloutWorker:
         if not self.tape.step_due():
             self.phases.enter("gated", "the next call of the tape")
             return
-        if self._jammed and self.evaluation is None:  # training may be waiting for the evaluation before it empties the lane
+        if self._jammed and self.evaluation is None and not self._is_draining:  # training may wait for the evaluation, or the swap, before it empties the lane
             self.phases.enter("ring_full", "room in its lane")
             time.sleep(IDLE_S)
             return
