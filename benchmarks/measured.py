@@ -57,8 +57,15 @@ def rates(run_dir: Path) -> Row:
         "seconds": seconds,
         "staleness_mean": float(steps["staleness_mean"].mean()),
         "training_waits": float(steps["generation_wait_s"].sum()) / seconds,
-        "pause_s": float(steps["pause_s"].mean()),
     }
+
+
+def steady(run_dir: Path) -> Row:
+    """The same of a run that is long enough for a steady state: the rate leaves out the first step, or of 8 and more the first third, in which slots fill up."""
+    steps = read_table(run_dir / "attempt-1" / "log.h5", "steps")
+    first = 1 if len(steps) < 8 else len(steps) // 3
+    seconds = float(steps["end_s"][-1] - steps["end_s"][first - 1])
+    return rates(run_dir) | {"tokens_per_s": float(steps["tokens"][first:].sum()) / seconds, "seconds": seconds, "steps": len(steps) - first}
 
 
 def in_rounds(variants: dict[str, Sequence[str]], rounds: int, job: Callable[[Sequence[str], int, Path], Row]) -> list[dict[str, Row]]:

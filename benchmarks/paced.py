@@ -31,10 +31,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from measured import NO_MODEL, QUIET, Row, beside, commit, in_rounds, rates, show
+from measured import NO_MODEL, QUIET, Row, beside, commit, in_rounds, show, steady
 
 from areal_hpc.launch.local import find_launcher
-from areal_hpc.observe.telemetry import hardware, read_table
+from areal_hpc.observe.telemetry import hardware
 from areal_hpc.rollout.engines.embedded import EmbeddedEngine
 from areal_hpc.rollout.engines.fused import FusedDecoder
 from areal_hpc.simulate import paper
@@ -145,10 +145,8 @@ def run(ranks: int, options: Sequence[str], seed: int, run_dir: Path) -> Row:
     """One job under mpiexec. Rates are those of the steady state, in tokens of the emulated devices and their seconds."""
     command = [*find_launcher().command(ranks), sys.executable, __file__, "--be-rank", "--run-dir", str(run_dir), "--seed", str(seed), *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | find_launcher().environment() | {"OMP_NUM_THREADS": "1"})
-    steps = read_table(run_dir / "attempt-1" / "log.h5", "steps")
-    first = 1 if len(steps) < 8 else len(steps) // 3
-    seconds = float(steps["end_s"][-1] - steps["end_s"][first - 1])
-    return rates(run_dir) | {"tokens_per_s": TOKENS * float(steps["tokens"][first:].sum()) / (SPEED * seconds), "steps": len(steps) - first}
+    found = steady(run_dir)
+    return found | {"tokens_per_s": found["tokens_per_s"] * TOKENS / SPEED}
 
 
 def simulated() -> dict[str, float]:

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from measured import Row, Work, beside, commit, in_rounds, rates, run, show
+from measured import Row, Work, beside, commit, in_rounds, run, show, steady
 
 from areal_hpc.observe.telemetry import hardware
 
@@ -42,9 +42,9 @@ def of_runs(folders: list[Path]) -> dict[str, dict[str, Any]]:
     found = {}
     for folder in folders:
         ends = [path for path in sorted(folder.glob("life-*/*/attempt-1/exit.json")) if json.loads(path.read_text())["status"] == 0]
-        done: dict[str, Row] = {path.parents[1].name: rates(path.parents[1]) for path in ends}
+        done: dict[str, Row] = {path.parents[1].name: steady(path.parents[1]) for path in ends}
         if done:
-            found[folder.name] = beside([done], "split-eta-0" if "split-eta-0" in done else next(iter(done)))
+            found[folder.name] = beside([done], "split-eta-0" if "split-eta-0" in done else min(done))
     return found
 
 
