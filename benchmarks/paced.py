@@ -84,6 +84,13 @@ class PacedDecoder(FusedDecoder):
         return torch.zeros(len(tokens_n), self.config.vocab_size)
 
 
+def pace(engine: EmbeddedEngine) -> EmbeddedEngine:
+    """The same engine with the sleeping decoder."""
+    engine._model.__class__ = PacedDecoder  # the same state, other methods
+    engine._model.pace(JOB.decode)  # type: ignore[attr-defined]
+    return engine
+
+
 class PacedTrainer(Trainer):
     """Trains nothing, for as long as it would take."""
 
@@ -113,9 +120,7 @@ def be_rank(arguments: Sequence[str]) -> int:
     def paced_engine(*given: Any) -> EmbeddedEngine:
         engine = real_engine(*given)
         assert isinstance(engine, EmbeddedEngine)
-        engine._model.__class__ = PacedDecoder  # the same state, other methods
-        engine._model.pace(JOB.decode)  # type: ignore[attr-defined]
-        return engine
+        return pace(engine)
 
     run.create_engine, run.Trainer = paced_engine, PacedTrainer  # type: ignore[assignment, misc]
     return cli.main(["run", "smoke", *arguments])

@@ -101,6 +101,55 @@ def test_paced_clock_hides_the_hosts_work_and_only_that(monkeypatch: pytest.Monk
     assert now == 100.0 + 10.5 * step_s, "a prefill overlaps with nothing"
 
 
+def test_paced_leaves_take_as_long_as_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two answers of the real engine, and a batch of the real trainer, on a clock that only sleeping moves: the sums of DecodeCost and TrainCost."""
+    import paced
+    import torch
+    from generation import demo_model
+
+    from areal_hpc.config import Train
+    from areal_hpc.models.hf import build_random
+    from areal_hpc.rollout.engines.base import Request
+    from areal_hpc.rollout.engines.embedded import EmbeddedEngine
+    from areal_hpc.train.trainer import LocalBatch
+
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(paced, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    model = build_random(demo_model(), seed=0)
+    engine = paced.pace(EmbeddedEngine(model.config, max_num_running=4, max_context_tokens=64, stop_tokens=()))
+    engine.update_weights(model.named_parameters(), 0)
+    prompt = np.arange(1, 9, dtype=np.int32)
+    engine.add([Request(request_id=k, prompt_tokens=prompt, stream=k, max_new_tokens=length, is_imposed=True) for k, length in enumerate((3, 5))])
+    done = [completion for _ in range(5) for completion in engine.step()]
+    assert [(completion.request_id, len(completion.tokens_R), completion.finish) for completion in done] == [(0, 3, "stop"), (1, 5, "stop")]
+    cost, each = paced.JOB.decode, paced.TOKENS
+    expected = cost.prefill_seconds(7 * each, (7 * each) ** 2)
+    expected += sum(cost.decode_seconds(2 if k < 3 else 1, (2 if k < 3 else 1) * (8 + k) * each, each) for k in range(5))
+    assert now * paced.SPEED == pytest.approx(expected)
+
+    trainer = paced.PacedTrainer(model.config, Train(), temperature=1.0, device=torch.device("cpu"), mesh=None)
+    began, lengths = now, (10, 30)
+    batch = LocalBatch(
+        trajectories=[SimpleNamespace(num_tokens=length) for length in lengths],  # type: ignore[misc]
+        advantage_S=np.zeros(2),
+        weight_S=np.ones(2),
+        minibatch_S=np.array([0, 1]),
+        microbatch_S=np.zeros(2, int),
+        num_microbatches=[1, 1],
+        trained_tokens=[5, 5],
+        denominators=[5, 5],
+    )
+    stats = trainer.train_batch(batch)
+    train = paced.PacedTrainer.cost
+    assert trainer.policy_version == 1 and stats.num_updates == 2 and stats.train_tokens == 0
+    assert (now - began) * paced.SPEED == pytest.approx(sum(train.token_s * n * each + train.pair_s * (n * each) ** 2 for n in lengths))
+
+
 def test_staleness_table_speaks_of_means_and_of_eta_zero() -> None:
     from staleness import table, variants
 
