@@ -112,7 +112,7 @@ def run(setting: Setting, options: Sequence[str], seed: int, run_dir: Path) -> d
 
 
 def bare_engine(sigma: float) -> float:
-    """Answer tokens/s of the embedded engine alone, one thread, `SLOTS` sequences always running, lengths as in the jobs."""
+    """Tokens/s of the embedded engine alone, prompts counted as in the jobs: one thread, `SLOTS` sequences always running, lengths as there."""
     torch.set_num_threads(1)
     config = Config(generation=Generation(imposed_mean=MEAN, imposed_sigma=sigma, max_new_tokens=CAP * MEAN, max_num_running=SLOTS))
     model = build_random(demo_model(), seed=0)
@@ -124,6 +124,7 @@ def bare_engine(sigma: float) -> float:
         while engine.num_running + engine.num_waiting < SLOTS:
             engine.add([training_request(config, ticket, 0, prompt)])
             ticket += 1
+            tokens += len(prompt)
         if turn == 300:
             started, tokens = time.perf_counter(), 0
         tokens += SLOTS
