@@ -119,8 +119,8 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    engine: Literal["embedded"] = "embedded"
-    """Generation engine."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """Generation engine: our own, or vLLM in the rank's process (env/bootstrap vllm)."""
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     max_new_tokens: int = 128
@@ -475,6 +475,10 @@ def check(config: Config) -> None:
     _require(
         config.topology.mode == "split" or staleness.eta == 0,
         f"topology.mode=colocated generates and trains in turn, so staleness.max_staleness={staleness.max_staleness} cannot be used; use --staleness.max-staleness 0",
+    )
+    _require(
+        config.topology.mode == "split" or config.generation.engine == "embedded",
+        f"topology.mode=colocated works with generation.engine=embedded, not {config.generation.engine}; change one of them",
     )
     senseless = objectives.mistake(config)
     _require(senseless is None, str(senseless))

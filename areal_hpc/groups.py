@@ -1,8 +1,8 @@
-"""torch.distributed from MPI: one store on a free port, two disjoint default worlds, and spanning groups built directly on the store.
+"""torch.distributed from MPI: one store on a free port, a default world of the training ranks, and spanning groups built directly on the store.
 
-Rank 0 opens a TCPStore on port 0 and broadcasts (host, port), so there is no MASTER_PORT to collide. Training and generation ranks get *separate* default worlds:
-FSDP, DCP and vLLM each see only their own role (vLLM enters `new_group` over the whole default world and would hang otherwise). The weight push needs groups
-that span both; they are process-group objects on a prefix of the store, without a default world around them. Each group has one issuing thread.
+Rank 0 opens a TCPStore on port 0 and broadcasts (host, port), so there is no MASTER_PORT to collide. Training ranks get a default world of their own, for FSDP
+and DCP; generation ranks get none, since vLLM makes one in its process (and enters `new_group` over the whole of one that it finds). The weight push needs groups
+that span both: process-group objects on a prefix of the store, without a default world around them. Each group has one issuing thread.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def connect(world: World, device: str, timeout_s: float) -> Connection:
     interface = interface_of(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    dist.init_process_group(backend, store=dist.PrefixStore(world.role, store), rank=world.role_rank, world_size=world.role_comm.size, timeout=NEVER)
+    if world.role == "training":  # a generation rank has none: vLLM makes one of its own in this process
+        dist.init_process_group(backend, store=dist.PrefixStore(world.role, store), rank=world.role_rank, world_size=world.role_comm.size, timeout=NEVER)
     return Connection(chosen, store, address, dist.ProcessGroupGloo.create_device(hostname=address))
 
 

@@ -27,6 +27,7 @@ from areal_hpc.launch.local import begin_attempt, world_rank_hint
 from areal_hpc.launch.ownership import Ownership
 from areal_hpc.launch.resume import Attempt
 from areal_hpc.models import hf
+from areal_hpc.models.decoder import named_shapes
 from areal_hpc.models.flops import attention_crossover_tokens
 from areal_hpc.models.tokenizer import Tokenizer
 from areal_hpc.observe import samples
@@ -214,10 +215,10 @@ def generate(
     """A generation rank: its engine starts empty and gets its first version by a push, as every other."""
     tokenizer = Tokenizer.from_folder(model_dir)
     tape = generation_script(replay, world, config.train.group_size) if replay else generation_tape(config, world, attempt.folder)
-    engine = create_engine(config, hf.load_config(model_dir), tokenizer.stop_token_ids, connection.device)
+    decoder_config = hf.load_config(model_dir)
+    engine = create_engine(config, decoder_config, tokenizer.stop_token_ids, connection.device)
     lane = open_outgoing(config, world, attempt.number)
-    shapes = ((name, tensor.shape) for name, tensor in engine.named_weights())
-    manifest = manifest_of(config, world, shapes)
+    manifest = manifest_of(config, world, named_shapes(decoder_config))
     paths = open_paths(config, world, connection, layout_of(engine))
     worker = RolloutWorker(
         config=config,

@@ -57,6 +57,10 @@ def check_machine(config: Config) -> None:
     """What the ranks of this machine will need: a GPU if one is asked for, a reward and an environment that can be found, a sandbox that holds."""
     if config.device == "cuda" and not Path("/dev/nvidiactl").exists():
         raise ConfigError("device=cuda but this machine has no NVIDIA GPU; use --device auto or cpu")
+    if config.generation.engine == "vllm":
+        from areal_hpc.rollout.engines import check_vllm
+
+        check_vllm()
     sweep_lanes()
     for option, name in (("reward.custom", config.reward.custom), ("environment.name", config.environment.name)):
         module, is_function, _ = name.partition(":")

@@ -223,3 +223,9 @@ class Decoder(nn.Module):
             else:
                 scale = residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                 parameter.normal_(0.0, self.config.initializer_range * scale, generator=generator)
+
+
+def named_shapes(config: DecoderConfig) -> list[tuple[str, torch.Size]]:
+    """(Hugging Face name, shape) of every weight, tied ones once, in the order of the training model. Allocates nothing."""
+    with torch.device("meta"):
+        return [(name, parameter.shape) for name, parameter in Decoder(config).named_parameters()]

@@ -67,6 +67,23 @@ class MappedSink:
         self.engine.swap_weights(weights, version)
 
 
+class TensorSink:
+    """Whole tensors beside an engine that loads them itself (vLLM); the swap is its reload."""
+
+    is_staged = True
+
+    def __init__(self, engine: Engine, manifest: Manifest) -> None:
+        self.engine = engine
+        self._tensors = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in manifest.entries}
+        self._rows = {entry.name: self._tensors[entry.name].view(entry.num_rows, -1) for entry in manifest.entries}
+
+    def write(self, entry: Entry, first_row: int, rows: Tensor) -> None:
+        self._rows[entry.name][first_row : first_row + len(rows)] = rows
+
+    def swap(self, version: int, image: Tensor | None = None) -> None:
+        self.engine.update_weights(self._tensors.items(), version)
+
+
 def kv_budget_bytes(engine: EmbeddedEngine, device: torch.device, ranks_on_node: int) -> int:
     """What the KV cache of this rank could have: what it has, and this rank's share of the memory that is free now, of the GPU or of the node."""
     if device.type == "cuda":
@@ -96,8 +113,12 @@ def layout_of(engine: Engine) -> ImageLayout | None:
 
 def open_receiver(config: Config, world: World, engine: Engine, manifest: Manifest, paths: Paths, device: torch.device) -> Receiver:
     """This generation rank's end of the push. The first one says what staging takes."""
-    assert isinstance(engine, EmbeddedEngine), "the only engine with a sink"
     speaks = world.role_rank == 0
+    if not isinstance(engine, EmbeddedEngine):
+        assert paths.network is not None, "images are laid out for the embedded engine"
+        if speaks:
+            print(f"weights: {mib(sum(entry.num_bytes for entry in manifest.entries))} of whole tensors a rank, loaded by the engine at each swap", flush=True)
+        return NetworkReceiver(manifest, paths.network, TensorSink(engine, manifest), device)
     if paths.images is not None and world.world_rank in paths.shared:
         if speaks:
             num_images = len(paths.images.images)
