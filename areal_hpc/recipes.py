@@ -48,6 +48,18 @@ def smoke() -> Config:
     )
 
 
+def tiny_vllm() -> Config:
+    """The task and model of `laptop` with vLLM as the engine, in its own environment (env/bootstrap vllm): thirty steps."""
+    base = laptop()
+    return replace(
+        base,
+        recipe="tiny-vllm",
+        generation=replace(base.generation, engine="vllm"),
+        train=replace(base.train, num_steps=30),
+        evaluation=replace(base.evaluation, num_problems=256, every=0),
+    )
+
+
 def mixed() -> Config:
     """Three tasks at once with the small model of `laptop`, by weight and each at a difficulty of its own: does getting better at one cost another?"""
     return Config(
@@ -118,7 +130,7 @@ def areal_64gpu_sync() -> Config:
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__.replace("_", "-"): recipe for recipe in (laptop, smoke, mixed, tool, code, areal_64gpu, areal_64gpu_sync)
+    recipe.__name__.replace("_", "-"): recipe for recipe in (laptop, smoke, tiny_vllm, mixed, tool, code, areal_64gpu, areal_64gpu_sync)
 }
 
 

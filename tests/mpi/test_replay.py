@@ -152,7 +152,13 @@ def test_generating_again_gives_the_same_tokens(recorded: jobs.Job) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     finished = sum(int((tape.table("calls")["kind"] == 1).sum()) for tape in read_tapes(recorded.attempt)[:2])
     assert f"equal: 6 steps, {finished} of {finished} recorded answers, 96 trajectories" in done.stdout
-    assert recorded.weights() == before and sorted(path.name for path in recorded.run_dir.iterdir()) == ["attempt-1", "config.yaml", "model", "replay"]
+    assert recorded.weights() == before and sorted(path.name for path in recorded.run_dir.iterdir()) == [
+        "attempt-1",
+        "checkpoints",
+        "config.yaml",
+        "model",
+        "replay",
+    ]
     jobs.check_no_lane_left()
 
 

@@ -267,6 +267,18 @@ def test_stop_tokens_end_an_answer() -> None:
         assert np.array_equal(done.tokens_R, whole[request_id].tokens_R[:length])
 
 
+def test_imposed_lengths() -> None:
+    """Such an answer takes no notice of stop tokens and ends, as if by one, at its length; others beside it do as ever."""
+    engine = make_engine(stop_tokens=(3, 5, 8, 13, 21))
+    imposed = [dataclasses.replace(request, is_imposed=True, max_new_tokens=10 + request.request_id) for request in group(0, 5)]
+    engine.add(imposed)
+    engine.add(group(1, 3))
+    finished = run(engine)
+    assert [(len(finished[k].tokens_R), finished[k].finish) for k in range(5)] == [(10 + k, "stop") for k in range(5)]
+    assert any(np.isin(finished[k].tokens_R[:-1], (3, 5, 8, 13, 21)).any() for k in range(5))
+    assert not any(np.isin(finished[100 + k].tokens_R[:-1], (3, 5, 8, 13, 21)).any() for k in range(3))
+
+
 @cache
 def load(kv: str, repetition: int = 0) -> tuple[dict[int, Completion], list[Request]]:
     """Groups arrive while others decode, eight slots for groups of five, and weights change every third step."""

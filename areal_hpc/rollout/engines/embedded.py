@@ -25,6 +25,7 @@ from torch import Tensor
 from areal_hpc.models.decoder_config import DecoderConfig
 from areal_hpc.rollout.engines import sampling
 from areal_hpc.rollout.engines.base import Begun, Completion, Request
+from areal_hpc.rollout.engines.checks import check_context, check_requests
 from areal_hpc.rollout.engines.fused import FusedDecoder, FusedWeights
 
 _NOTHING = Begun(tokens_R=np.empty(0, np.int32), logprobs_R=np.empty(0, np.float32), versions_R=np.empty(0, np.int32))
@@ -101,8 +102,7 @@ class EmbeddedEngine:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Allocate weights and KV cache for `max_num_running` sequences of `max_context_tokens`. Raises ValueError beyond the model's own context."""
-        if max_context_tokens > config.max_context_tokens:
-            raise ValueError(f"max_context_tokens={max_context_tokens} exceeds the model's context of {config.max_context_tokens}")
+        check_context(max_context_tokens, config.max_context_tokens)
         self.max_num_running = max_num_running
         self.max_context_tokens = max_context_tokens
         self.policy_version = -1
@@ -137,19 +137,8 @@ class EmbeddedEngine:
         Raises ValueError for an empty prompt or one that cannot fit the context with its answer, and for an answer begun that leaves nothing to sample.
         """
         assert self.policy_version >= 0, "add() before the first update_weights()"
+        check_requests(requests, self.max_context_tokens)
         for request in requests:
-            num_prompt = len(request.prompt_tokens)
-            if num_prompt < 1 or request.max_new_tokens < 1 or num_prompt + request.max_new_tokens > self.max_context_tokens:
-                raise ValueError(
-                    f"request {request.request_id}: prompt of {num_prompt} and max_new_tokens={request.max_new_tokens} "
-                    f"must both be above zero and fit the context of {self.max_context_tokens} tokens together"
-                )
-            if request.begun is not None and len(request.begun.tokens_R) >= request.max_new_tokens:
-                raise ValueError(
-                    f"request {request.request_id}: {len(request.begun.tokens_R)} tokens begun leave none of max_new_tokens={request.max_new_tokens}"
-                )
-            if request.temperature < 0:
-                raise ValueError(f"request {request.request_id}: temperature={request.temperature} must be zero or more")
             assert request.prompt_tokens is requests[0].prompt_tokens or np.array_equal(request.prompt_tokens, requests[0].prompt_tokens)
         if requests:
             prompt = _Prompt(np.asarray(requests[0].prompt_tokens, dtype=np.int64))

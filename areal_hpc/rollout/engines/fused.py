@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from areal_hpc.models.decoder import inverse_frequencies, rms_norm
 from areal_hpc.models.decoder_config import DecoderConfig
 from areal_hpc.models.packed import AttentionLayout, causal_attention
+from areal_hpc.rollout.engines.checks import whole_model
 from areal_hpc.transport.images import ImageLayout, Place
 from areal_hpc.transport.manifest import aligned
 
@@ -131,18 +132,7 @@ class FusedWeights:
     @torch.inference_mode()
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy all weights, in any order. Raises ValueError naming the first wrong one, before anything is overwritten."""
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in named_tensors:
-            if name not in self._views:
-                raise ValueError(f"unknown weight {name}; the model has {len(self._views)} weights, first {next(iter(self._views))}")
-            if name in tensors:
-                raise ValueError(f"weight {name} was given twice")
-            if tuple(tensor.shape) != self._views[name][1]:
-                raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}; the model needs {self._views[name][1]}")
-            tensors[name] = tensor
-        for name in self._views:
-            if name not in tensors:
-                raise ValueError(f"weight {name} is missing; {len(tensors)} of {len(self._views)} were given")
+        tensors = whole_model(named_tensors, {name: shape for name, (_, shape) in self._views.items()})
         for name, (view, _) in self._views.items():
             view.copy_(tensors[name].reshape(view.shape))
 

@@ -28,9 +28,11 @@ import torch
 from torch import Tensor
 
 from areal_hpc.config import ConfigError
+from areal_hpc.models.decoder import named_shapes
 from areal_hpc.models.decoder_config import DecoderConfig
 from areal_hpc.rollout.engines import check_vllm
 from areal_hpc.rollout.engines.base import Begun, Completion, Request
+from areal_hpc.rollout.engines.checks import check_context, check_requests, whole_model
 
 BLOCK_TOKENS = 128
 """Upper bound of vLLM's KV block; each sequence may waste one."""
@@ -91,14 +93,15 @@ class VllmEngine:
     ) -> None:
         """Raises ConfigError (`check_vllm`), or when there is no memory for the KV cache of `max_num_running` sequences."""
         check_vllm()
+        check_context(max_context_tokens, config.max_context_tokens)
         self.max_num_running, self.max_context_tokens, self.policy_version = max_num_running, max_context_tokens, -1
         self.num_prefill_tokens = 0
         self._kv_on_update, self._stop_tokens = kv_on_update, sorted(stop_tokens)
         self._tied = config.tie_word_embeddings
         self._open: dict[int, _Open] = {}
-        self._of_name: dict[str, int] = {}
         self._unstarted: set[int] = set()
-        self._weights: list[tuple[str, Tensor]] = []
+        self._shapes = dict(named_shapes(config))
+        self._weights: dict[str, Tensor] = {}
         self._engine = _start(
             config, max_num_running, max_context_tokens, torch.device(device), dtype, kv_bytes(config, max_num_running, max_context_tokens, dtype)
         )
@@ -122,8 +125,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         assert self.policy_version >= 0, "add() before the first update_weights()"
-        for request in requests:
-            check_request(request, self.max_context_tokens)
+        check_requests(requests, self.max_context_tokens)
         for request in requests:
             begun = () if request.begun is None else request.begun.tokens_R
             is_greedy = request.temperature == 0
@@ -197,12 +199,13 @@ class VllmEngine:
         self._unstarted -= set(held)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Interrupt: vLLM takes the weights between two steps and goes on with the same sequences. Raises RuntimeError when caches of old weights cannot be dropped."""
-        weights = list(named_tensors)
-        if self._tied:
-            weights += [("lm_head.weight", tensor) for name, tensor in weights if name == "model.embed_tokens.weight"]
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights), "is_checkpoint_format": True})
-        self._weights = weights[: len(weights) - self._tied]
+        """Interrupt: vLLM takes the weights between two steps and goes on with the same sequences.
+
+        Every weight once, in any order. Raises ValueError naming the first wrong one, and then nothing has changed; RuntimeError when caches of old weights stay.
+        """
+        self._weights = whole_model(named_tensors, self._shapes)
+        loaded = self._weights | ({"lm_head.weight": self._weights["model.embed_tokens.weight"]} if self._tied else {})
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(loaded.items()), "is_checkpoint_format": True})
         self.policy_version = version
         for request_id, state in self._open.items():
             state.segments.append((self._num_tokens(request_id), version))
@@ -213,25 +216,14 @@ class VllmEngine:
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """The tensors of the last update: vLLM's own are packed."""
-        return self._weights
+        return self._weights.items()
 
     def close(self) -> None:
-        """Give memory and threads back."""
+        """Give everything back, so that another engine can be made in this process."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
         self._engine.engine_core.shutdown()
-
-
-def check_request(request: Request, max_context_tokens: int) -> None:
-    """Raises ValueError for a request that no engine can answer."""
-    num_prompt = len(request.prompt_tokens)
-    if num_prompt < 1 or request.max_new_tokens < 1 or num_prompt + request.max_new_tokens > max_context_tokens:
-        raise ValueError(
-            f"request {request.request_id}: prompt of {num_prompt} and max_new_tokens={request.max_new_tokens} "
-            f"must both be above zero and fit the context of {max_context_tokens} tokens together"
-        )
-    if request.begun is not None and len(request.begun.tokens_R) >= request.max_new_tokens:
-        raise ValueError(f"request {request.request_id}: {len(request.begun.tokens_R)} tokens begun leave none of max_new_tokens={request.max_new_tokens}")
-    if request.temperature < 0:
-        raise ValueError(f"request {request.request_id}: temperature={request.temperature} must be zero or more")
+        cleanup_dist_env_and_memory()
 
 
 def kv_bytes(config: DecoderConfig, max_num_running: int, max_context_tokens: int, dtype: torch.dtype) -> int:
