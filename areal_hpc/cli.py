@@ -10,8 +10,9 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from areal_hpc import __version__
 from areal_hpc.config import Config, ConfigError, check
@@ -27,6 +28,7 @@ USAGE = """usage: areal-hpc COMMAND ...
   report RUN [RUN2 ...]                     one HTML page of plots and tables, and saved answers, in RUN/report; several: compared, in --out DIR
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
+  generate RUN_OR_MODEL PROMPTS.jsonl       answers to prompts, by either engine; --num-samples K, --temperature T, --out FILE; under srun or mpiexec each rank has its share
   grade FILE.jsonl [--reward.option ...]    rewards of gold/answer pairs or programs, one JSON object per line; - reads standard input
                                             --skip-invalid reports lines that are not JSON instead of stopping
   simulate MODEL_OR_RECIPE [--gpus N ...]   predicted throughput, asynchronous beside synchronous; --from-run RUN: of other settings of a run; --json
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
         **{"run": run, "replay": replay, "watch": watch, "report": report, "trace": trace, "convert": convert, "index": index},
-        **{"eval": evaluate, "grade": grade, "simulate": simulate, "plan": plan, "export": export},
+        **{"eval": evaluate, "generate": generate, "grade": grade, "simulate": simulate, "plan": plan, "export": export},
         **{"submit": submit, "doctor": doctor, "recipes": recipes},
     }
     try:
@@ -306,6 +308,37 @@ def evaluate(args: list[str]) -> int:
     return 0
 
 
+def generate(args: list[str]) -> int:
+    """Answers to the prompts of a file."""
+    from areal_hpc.config_io import load_yaml, parse_options
+    from areal_hpc.launch.local import is_rank, world_rank_hint
+    from areal_hpc.recipes import recipe
+
+    options, given = _take(args, ("--out", "--num-samples", "--temperature"))
+    if len(options) < 2 or any(name.startswith("-") for name in options[:2]):
+        raise ConfigError("areal-hpc generate needs a run or model folder and a file: areal-hpc generate RUN_OR_MODEL PROMPTS.jsonl")
+    target, prompts = Path(options[0]), Path(options[1])
+    base = load_yaml(str(target / "config.yaml"), recipe("laptop"), source="") if (target / "config.yaml").exists() else recipe("laptop")
+    config = parse_options(options[2:], base, "areal-hpc generate FOLDER PROMPTS")
+    check(config)
+    num_samples = _number("--num-samples", given.get("--num-samples", "1"), int, "a whole number above zero", lambda n: n >= 1)
+    temperature = _number("--temperature", given.get("--temperature", str(config.generation.temperature)), float, "zero or more", lambda t: t >= 0)
+    from areal_hpc.generate import generate as answer_all
+    from areal_hpc.validate import check_machine, model_folder
+
+    try:
+        check_machine(config)
+        out = Path(given.get("--out", prompts.with_suffix(".answers.jsonl")))
+        said = answer_all(config, model_folder(target), prompts, out, num_samples, temperature)
+    except ConfigError:
+        if is_rank() and world_rank_hint():
+            return 2  # one of them says it
+        raise
+    if said:
+        print(said)
+    return 0
+
+
 def grade(args: list[str]) -> int:
     """Grade the rows of a JSON-lines file; results to standard output, a summary to standard error."""
     if not args or (args[0].startswith("-") and args[0] != "-"):
@@ -341,6 +374,16 @@ def _take(args: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[st
         if not values[name] or values[name].startswith("--"):
             raise ConfigError(f"{name} needs a value: {name} {name.removeprefix('--').upper()}")
     return others, values
+
+
+def _number(option: str, text: str, kind: Callable[[str], Any], rule: str, ok: Callable[[Any], bool]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not ok(value):
+        raise ConfigError(f"{option} {text} must be {rule}")
+    return value
 
 
 def _new_folder(given: str, target: Path) -> Path:
