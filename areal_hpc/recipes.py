@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from areal_hpc.config import Config, ConfigError, Data, Environment, Evaluation, Generation, Model, Reward, Staleness, Topology, Train, Transport
+from areal_hpc.config import Config, ConfigError, Data, Environment, Evaluation, Generation, Model, Reward, Staleness, Topology, Train, Transport, Watchdog
 
 PROGRAMS = Path(__file__).parent / "data" / "programs.jsonl"
 """Small programming problems with tests and solutions, written for this package."""
@@ -121,6 +121,7 @@ def areal_64gpu() -> Config:
         evaluation=Evaluation(num_problems=512, every=25),
         topology=Topology(num_ranks=64, generation_fraction=0.75),
         transport=Transport(lane_bytes=32 << 20, data_deadline_s=3600, push_deadline_s=300, start_deadline_s=1800),
+        watchdog=Watchdog(stop_deadline_s=840),  # a minute before the end of a job that is told fifteen before it: the step under way, and a checkpoint of 18 GB
     )
 
 

@@ -20,9 +20,9 @@
 # Nobody else's processes between ours: all ranks wait for the slowest.
 #SBATCH --exclusive
 #SBATCH --time=04:00:00
-# Five minutes before the end every rank gets USR1 (no "B:", which would reach this shell alone): stop after this step, write a checkpoint, exit 75.
+# Fifteen minutes before the end (a step takes minutes) every rank gets USR1 (no "B:", which would reach this shell alone): stop after this step, write a checkpoint, exit 75.
 # A run with long steps stops earlier by itself (--walltime.stop-before-s).
-#SBATCH --signal=USR1@300
+#SBATCH --signal=USR1@900
 # After preemption or the death of a node Slurm may start the job again; it goes on from its newest checkpoint.
 #SBATCH --requeue
 # One log over all lives of the job, instead of the last one's alone.
