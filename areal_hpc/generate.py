@@ -40,7 +40,7 @@ def read_prompts(path: Path) -> list[Row]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
-    rows = []
+    rows: list[Row] = []
     for line, content in enumerate(lines, start=1):
         if content.strip():
             try:
@@ -58,7 +58,7 @@ def _row(number: int, value: Any) -> Row:
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError('expected an object with "prompt" (text) or "messages" (a list)')
-    found = tuple((message.get("role"), message.get("content")) for message in messages if isinstance(message, dict))
+    found: tuple[Any, ...] = tuple((message.get("role"), message.get("content")) for message in messages if isinstance(message, dict))
     if len(found) < len(messages) or not all(isinstance(part, str) for message in found for part in message) or found[-1][0] != "user":
         raise ValueError('"messages" must be objects with the texts "role" and "content", the last one of role "user"')
     return Row(number, found[-1][1], found if len(found) > 1 else ())

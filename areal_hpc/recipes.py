@@ -121,7 +121,9 @@ def areal_64gpu() -> Config:
         evaluation=Evaluation(num_problems=512, every=25),
         topology=Topology(num_ranks=64, generation_fraction=0.75),
         transport=Transport(lane_bytes=32 << 20, data_deadline_s=3600, push_deadline_s=300, start_deadline_s=1800),
-        watchdog=Watchdog(stop_deadline_s=840),  # a minute before the end of a job that is told fifteen before it: the step under way, and a checkpoint of 18 GB
+        watchdog=Watchdog(
+            stop_deadline_s=840
+        ),  # a minute before the end of a job that is told fifteen before it: the step under way, and a checkpoint of 18 GB
     )
 
 
