@@ -359,7 +359,7 @@ def test_wrong_weights_are_refused_whole() -> None:
         ([(name, tensor) for name, tensor in new.items() if name != norm], r"model\.norm\.weight is missing"),
         ([*new.items(), ("lm_head.weight", new["model.embed_tokens.weight"])], r"unknown weight lm_head\.weight"),
         ([*new.items(), (norm, new[norm])], r"model\.norm\.weight was given twice"),
-        ([*(new | {norm: torch.ones(3)}).items()], r"model\.norm\.weight has shape \(3,\); the model needs \(32,\)"),
+        ([*(new | {norm: torch.ones(3)}).items()], r"model\.norm\.weight has shape \(3,\); the model needs \(\d+,\)"),
     ]
     for named_tensors, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -233,6 +233,23 @@ def kv_bytes(config: DecoderConfig, max_num_running: int, max_context_tokens: in
     return blocks * BLOCK_TOKENS * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
+def _check_heads(config: DecoderConfig, on_cpu: bool) -> None:
+    """Raises ConfigError for heads that vLLM would take for others, or has no kernel for: found in the first step otherwise."""
+    if config.model_type == "qwen2" and config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise ConfigError(
+            f"in vLLM qwen2 models have heads of hidden_size / num_attention_heads = {config.hidden_size // config.num_attention_heads}; "
+            f"this one has head_dim={config.head_dim}: use --generation.engine embedded"
+        )
+    if on_cpu:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if config.head_dim not in sizes:
+            raise ConfigError(
+                f"the model has heads of {config.head_dim}, and on a CPU vLLM has kernels for {', '.join(map(str, sizes))}: use --generation.engine embedded"
+            )
+
+
 @contextlib.contextmanager
 def _passing_home() -> Iterator[Path]:
     """A folder that is gone afterwards; until then vLLM's temporary files, such as the one by which this process meets itself, are in it too."""
@@ -255,6 +272,7 @@ def _start(config: DecoderConfig, max_num_running: int, max_context_tokens: int,
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    _check_heads(config, on_cpu)
     with _passing_home() as folder:
         (folder / "config.json").write_text(json.dumps(config.to_hf()))
         arguments = EngineArgs(
