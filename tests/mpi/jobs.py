@@ -35,12 +35,12 @@ BASE = Config(
 )
 
 
-def make_model(folder: Path, seed: int = 0) -> Path:
+def make_model(folder: Path, seed: int = 0, model: Model = BASE.model) -> Path:
     """A tiny random Qwen2 with a character tokenizer, in Hugging Face format."""
     files = folder.with_name(folder.name + "-tokenizer")
     words = tokenizer.build(load_problems(BASE.data))
     words.save(files)
-    config = decoder_config(BASE.model, words)
+    config = decoder_config(model, words)
     decoder = hf.build_random(config, seed)
     hf.save(folder, config.to_hf(), decoder.named_parameters(), hf.tokenizer_files(files))
     return folder

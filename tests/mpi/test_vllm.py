@@ -18,6 +18,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; its tests: make 
 pytestmark = pytest.mark.mpi
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """The usual one with heads of 32: on CPUs vLLM has kernels for no smaller ones."""
+    model = replace(jobs.BASE.model, hidden_size=64, num_heads=2, num_kv_heads=1)
+    folder = jobs.make_model(tmp_path_factory.mktemp("model") / "wide", model=model)
+    return replace(jobs.BASE, model=replace(model, path=str(folder)))
+
+
 def vllm(base: Config, **changes) -> Config:
     return replace(base, generation=replace(base.generation, engine="vllm", **changes), transport=replace(base.transport, start_deadline_s=300.0))
 
