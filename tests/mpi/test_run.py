@@ -215,7 +215,7 @@ def test_open_mpi(base: Config, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_drained_answers_have_one_version(base: Config, tmp_path: Path) -> None:
     """`generation.on_update = drain`: no answer meets two versions, though versions change while others could run; interrupted ones do."""
-    generation = replace(base.generation, imposed_mean=8.0)
+    generation = replace(base.generation, imposed_mean=8.0, max_num_running=1)  # so slow that answers run whenever a version comes
     config = replace(jobs.with_ranks(base, 2), generation=generation, staleness=Staleness(max_staleness=2), train=replace(base.train, num_steps=8))
     spread = {}
     for name in ("interrupt", "drain"):
