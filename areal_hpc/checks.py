@@ -239,7 +239,7 @@ def lane_shm_bytes(config: Config, world: World) -> dict[str, int]:
     pages = -(-config.transport.lane_bytes // PAGE_BYTES) + 1  # and a page for the header
     lane_bytes = pages * PAGE_BYTES
     needs = dict.fromkeys(world.hosts, MPI_SHM_BYTES)
-    for lane, source in enumerate(() if world.is_colocated else world.generation_ranks):
+    for lane, source in enumerate(() if config.topology.mode == "colocated" else world.generation_ranks):
         ends = [world.node_of_rank[source], world.node_of_rank[world.training_ranks[lane_owner(lane, world.num_training)]]]
         if ends[0] == ends[1] and config.transport.lanes != "forwarded":
             ends.pop()

@@ -167,6 +167,9 @@ def test_replies_in_the_order_of_ids_make_the_same_batches(world):
         here.start(16)
         runs.append(here.run())
     (first, first_batches), (second, second_batches) = runs
+    first_batches, second_batches = (
+        list(filter(None, batches)) for batches in (first_batches, second_batches)
+    )  # a step of nobody, while graders are at work, is no batch
     assert first_batches == second_batches
     for request_id, (answer, _) in first.items():
         assert (answer.tokens_R == second[request_id][0].tokens_R).all() and (answer.logprobs_R == second[request_id][0].logprobs_R).all()
